@@ -1,0 +1,1 @@
+"""Tensors in files: read, write, manifest, and the Hub as a source."""
