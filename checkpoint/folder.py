@@ -115,7 +115,7 @@ def _weight_map(folder: Path, index: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_NAME}: has no weight_map.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file.startswith("."):
+        if not isinstance(file, str) or Path(file).name != file or file[:1] in ("", "."):
             raise CheckpointError(
                 f"{folder / INDEX_NAME}: maps {name!r} to {file!r}, which is no plain file name."
             )

@@ -153,7 +153,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{where} lacks dtype, shape or data_offsets; the file is damaged.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where} has the unknown dtype {dtype!r}.")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has a bad shape {shape!r} or data_offsets {offsets!r}.")

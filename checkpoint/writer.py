@@ -213,7 +213,10 @@ class ShardWriter:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Claim the space now, so that a full disk shows before the work; not every fs can."""
+    """Claim the space now, so that a full disk shows before the work, where the system can."""
+    if not hasattr(os, "posix_fallocate"):
+        os.ftruncate(file, size)
+        return
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoint.errors import CheckpointError
 from .layout import GROUP_SIZE
 
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 PLE_TARGET = "re:.*embed_tokens_per_layer$"
 
 
@@ -75,7 +75,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in _QUANTIZATION_KEYS
+        if key not in QUANTIZATION_KEYS
     }
 
 

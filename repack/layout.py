@@ -15,6 +15,7 @@ from ..checkpoint.naming import text_prefix
 
 GROUP_SIZE = 32
 
+_PACKED_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")
 _TOWER = re.compile(r"(^|_)(vision|audio|image|video|multi_modal)")
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
 _FUSED = re.compile(r"(?P<parent>.*)\.(?P<part>q_proj|k_proj|v_proj|gate_proj|up_proj)$")
@@ -68,7 +69,7 @@ def read_layout(checkpoint: Checkpoint) -> Layout:
 def classify(tensor: TensorInfo, prefix: str) -> Role:
     """The role of one tensor in a checkpoint whose text decoder stands under `prefix`."""
     name = tensor.name
-    if name.endswith((".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")):
+    if is_packed(name):
         return Role.PACKED
     if name.endswith("lm_head.weight"):
         return Role.HEAD
@@ -77,6 +78,11 @@ def classify(tensor: TensorInfo, prefix: str) -> Role:
     if not name.startswith(prefix):
         return Role.OTHER
     return _text_role(tensor, name.removeprefix(prefix))
+
+
+def is_packed(name: str) -> bool:
+    """Whether this is a tensor of a compressed-tensors module rather than a plain weight."""
+    return name.endswith(_PACKED_SUFFIXES)
 
 
 def _component(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import TensorInfo
@@ -130,13 +130,42 @@ class Plan:
         """Tensor bytes of the output."""
         return sum(spec.nbytes for unit in self.units() for spec in unit)
 
-    def copied_by_reason(self) -> dict[str, tuple[int, int]]:
-        """Reason -> (tensors, bytes) of what stays as it is, largest first."""
-        sums: dict[str, tuple[int, int]] = {}
-        for name, reason in self.copied.items():
-            count, size = sums.get(reason, (0, 0))
-            sums[reason] = (count + 1, size + self.layout.checkpoint[name].nbytes)
-        return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+    @property
+    def packed_source_bytes(self) -> int:
+        """Source bytes that the recovery reads."""
+        return sum(t.nbytes for t in self.packed_sources)
+
+    @property
+    def source_bytes(self) -> int:
+        """Source bytes that go into the output, packed or copied."""
+        tensors = self.layout.checkpoint.tensors
+        return self.packed_source_bytes + sum(tensors[name].nbytes for name in self.copied)
+
+    def summary(self) -> dict[str, Any]:
+        """Tensors and bytes of each part, copied and dropped by reason, largest first.
+
+        Source bytes throughout, except `output`.
+        """
+        checkpoint = self.layout.checkpoint
+        return {
+            "source": {"tensors": len(checkpoint.tensors), "bytes": checkpoint.tensor_bytes},
+            "packed": {"tensors": len(self.packed_sources), "bytes": self.packed_source_bytes},
+            "copied": self._by_reason(self.copied),
+            "dropped": self._by_reason(self.dropped),
+            "output": {
+                "tensors": sum(len(unit) for unit in self.units()),
+                "bytes": self.output_bytes(),
+            },
+            "ignore": list(self.ignore),
+        }
+
+    def _by_reason(self, reasons: Mapping[str, str]) -> dict[str, dict[str, int]]:
+        sums: dict[str, dict[str, int]] = {}
+        for name, reason in reasons.items():
+            entry = sums.setdefault(reason, {"tensors": 0, "bytes": 0})
+            entry["tensors"] += 1
+            entry["bytes"] += self.layout.checkpoint[name].nbytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]["bytes"]))
 
 
 def make_plan(
