@@ -36,7 +36,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="qatpack")
+@click.version_option(package_name="qatpack", prog_name="qatpack")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Exact W4A16 builds of Gemma's quantization-aware-trained checkpoints.

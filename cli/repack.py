@@ -126,7 +126,9 @@ def repack(
         warn(message)
     if dry_run:
         free = job.free_space(working)
-        print_json(plan.summary()) if as_json else _print_plan(plan, out, free)
+        print_json({**plan.summary(), "free_bytes": free}) if as_json else _print_plan(
+            plan, out, free
+        )
         return
     with byte_bar("repack", plan.source_bytes) as progress:
         manifest = job.repack(origin, out, options, plan=plan, resume=resume, progress=progress)
