@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import click
 
 from ..checkpoint.errors import QatpackError
 from .demo import demo
 from .inspect import inspect
 from .repack import repack
+from .text import warn
 
 
 class _Commands(click.Group):
     """Turns every error into one sentence on stderr, with a traceback only under --debug."""
 
     def invoke(self, ctx: click.Context) -> object:
+        warnings.showwarning = lambda message, *_, **__: warn(str(message))
         try:
             return super().invoke(ctx)
         except QatpackError as error:
