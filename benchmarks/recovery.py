@@ -6,7 +6,8 @@
 Each way of doing it runs in a process of its own, pinned to its cores before anything is
 imported; all take turns within every repeat, so that a busy machine slows them alike. Compilation
 and start-up stay outside the clock. The C program must give the same statuses, levels and scales.
-A table goes to stdout, and one line of JSON last.
+A table goes to stdout, and one line of JSON last; `cpu` is GB per second of processor time, which
+other programs on the machine disturb less than the clock.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+COLUMNS = ("median", "min", "max", "cpu")
 WAYS = [
     ("ours bfloat16", "ours", 1, "bfloat16"),
     ("ours float32", "ours", 1, "float32"),
@@ -106,9 +108,7 @@ def ours(bits, cores: int, scale_dtype: str, out: str | None) -> Callable[[], No
 def in_threads(work: Callable[[int, int], None], groups: int, cores: int) -> None:
     """Call `work(start, stop)` on one slice a core; ctypes and numpy let go of the lock."""
     ends = [groups * i // cores for i in range(cores + 1)]
-    threads = [
-        threading.Thread(target=work, args=pair) for pair in itertools.pairwise(ends)
-    ]
+    threads = [threading.Thread(target=work, args=pair) for pair in itertools.pairwise(ends)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -151,9 +151,9 @@ def worker(way: str, cores: int, scale_dtype: str, data: str, out: str | None) -
     run = {"ours": ours, "c": plain_c, "memcpy": memcpy}[way](load(data), cores, scale_dtype, out)
     print("ready", flush=True)
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         run()
-        print(time.perf_counter() - start, flush=True)
+        print(time.perf_counter() - start, time.process_time() - used, flush=True)
 
 
 def compile_c(folder: Path) -> Path:
@@ -213,7 +213,8 @@ def measure(megabytes: int, repeats: int) -> list[dict]:
             for process, rate in zip(workers, rates, strict=True):
                 process.stdin.write("go\n")
                 process.stdin.flush()
-                rate.append(megabytes * 2**20 / 1e9 / float(process.stdout.readline()))
+                seconds = map(float, process.stdout.readline().split())
+                rate.append([megabytes * 2**20 / 1e9 / s for s in seconds])
         for process in workers:
             process.stdin.close()
             process.wait()
@@ -221,11 +222,14 @@ def measure(megabytes: int, repeats: int) -> list[dict]:
         {
             "name": label,
             "cores": count,
-            "median": round(statistics.median(rate), 3),
-            "min": round(min(rate), 3),
-            "max": round(max(rate), 3),
+            "median": round(statistics.median(wall), 3),
+            "min": round(min(wall), 3),
+            "max": round(max(wall), 3),
+            "cpu": round(statistics.median(cpu), 3),
         }
-        for (label, _, count, _), rate in zip(ways, rates, strict=True)
+        for (label, _, count, _), (wall, cpu) in zip(
+            ways, (zip(*r, strict=True) for r in rates), strict=True
+        )
     ]
 
 
@@ -239,7 +243,7 @@ def machine() -> dict:
     vector = next((f for f in ("avx512f", "avx2", "sse4_2") if f in flags), platform.machine())
     cc = subprocess.run([os.environ.get("CC", "cc"), "--version"], capture_output=True, text=True)
     return {
-        "cpu": model or platform.processor(),
+        "processor": model or platform.processor(),
         "vector": vector,
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
@@ -258,21 +262,16 @@ def main() -> None:
     where = machine()
     rows = measure(options.megabytes, options.repeats)
     median = {(row["name"], row["cores"]): row["median"] for row in rows}
-    print(f"{where['cpu']}, {where['vector']}, {where['cores']} cores, load {where['load']}")
+    print(f"{where['processor']}, {where['vector']}, {where['cores']} cores, load {where['load']}")
     print(f"{options.megabytes} MiB of bf16, {options.repeats} interleaved repeats, GB/s of input")
-    print(f"{'':16}{'cores':>6}{'median':>9}{'min':>9}{'max':>9}{'of C':>8}{'of memcpy':>11}")
+    print(f"{'':16}" + "".join(f"{x:>10}" for x in ("cores", *COLUMNS, "of C", "of memcpy")))
     for row in rows:
         kind, _, scale_dtype = row["name"].partition(" ")
-        row["of_c"] = (
-            round(row["median"] / median[f"C {scale_dtype}", row["cores"]], 2)
-            if (kind == "ours")
-            else None
-        )
+        c = median["C " + scale_dtype, row["cores"]] if kind == "ours" else None
+        row["of_c"] = round(row["median"] / c, 2) if c else None
         row["of_memcpy"] = round(row["median"] / median["memcpy", row["cores"]], 3)
-        print(
-            f"{row['name']:16}{row['cores']:>6}{row['median']:>9.2f}{row['min']:>9.2f}"
-            f"{row['max']:>9.2f}{row['of_c'] or '':>8}{row['of_memcpy']:>11.3f}"
-        )
+        cells = (row["cores"], *(row[x] for x in COLUMNS), row["of_c"] or "", row["of_memcpy"])
+        print(f"{row['name']:16}" + "".join(f"{x:>10}" for x in cells))
     print(json.dumps({"benchmark": "recovery", **vars(options), **where, "rows": rows}))
 
 

@@ -1,14 +1,14 @@
 """Train the demonstration checkpoint: `python benchmarks/train_demo.py --out demo/checkpoint`.
 
-It makes a Gemma 4 of Google's E2B layout with small sizes: `tests/data/e2b_config.json` with every
-key in place, a tokenizer of its own, and a text decoder trained by fake quantization on the
-language reference that CPython ships (`pydoc_data.topics`). What is saved are the numbers that
-the last forward pass used: bf16(step * level) in groups of 32, step max|w|/8 in float32, levels
--8..7. `demo/text.txt` is held out, and the checkpoint is scored after it was loaded again through
-transformers, which must find a place for every tensor.
+A Gemma 4 of Google's E2B layout with small sizes: `tests/data/e2b_config.json` with every key in
+place, a tokenizer of its own, and a text decoder trained by fake quantization on the language
+reference that CPython ships (`pydoc_data.topics`). Stored is what its forward pass multiplies
+with: bf16(step * level) in groups of 32, step max|w|/8 in float32, levels -8..7. It is scored on
+`demo/text.txt`, which it has not seen, after transformers has loaded it and placed every tensor.
 
-The same Python, torch and processor give the same bytes; another Python has other topics and so
-another tokenizer. MINUTES on two cores (Python 3.11, torch 2.13): FIGURES
+The same Python, torch and processor give the same bytes; another Python has other topics, so
+another tokenizer. About 4 minutes on two free cores. With Python 3.11 and torch 2.13: perplexity
+160.4 where a uniform guess has 1536, 9.6 times less; 70,016 groups, 43 % of them peaking at 7.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LENGTHS = (128, 256, 512, 256)  # window lengths in turn; the sliding window is 
 CHAT_SHARE = 0.2  # of the windows; the others are prose
 LEARNING_RATE = 6e-3
 WARMUP = 50
-NOISE = 0.15  # of the input tokens are drawn anew: three epochs of so small a text overfit
+NOISE = 0.15  # of the input tokens are drawn anew: so small a text is soon known by heart
 
 GROUP = 32
 VOCAB = 1536
@@ -90,7 +90,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {{- '<|turn>model\\n' if add_generation_prompt else '' -}}
 """
-PROMPT = "The for statement is used to"
+PROMPT = "A class definition"
 QUESTION = "What does Python say about the `while` statement?"
 QUESTIONS = ("What does Python say about {}?", "Explain {}.", "Tell me about {}.", "{}")
 

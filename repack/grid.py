@@ -11,7 +11,7 @@ A group is certified exactly when some step reproduces all its values as bf16(f3
 The stored scale, by dtype. float32: that step, so every value comes back. bfloat16 and float16:
 the number nearest the centre if it lies inside; else, of the two numbers around the interval,
 the one that reproduces more values, then the one with the smaller squared error of
-scale * level, then the nearest. No other number of the dtype reproduces more values. A float16
+scale * level, then the lower. No other number of the dtype reproduces more values. A float16
 scale stays in 2^-24..65504, and what does not come back is not counted as identical.
 
 All of it runs on the CPU, also where an accelerator is the default device: the proof needs
@@ -21,9 +21,9 @@ correctly rounded float32 division and products, which a TPU does not promise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -101,9 +101,9 @@ class Counts:
         return asdict(self) | {"peaks": list(self.peaks)}
 
     @classmethod
-    def from_json(cls, data: dict[str, int | list[int]]) -> Counts:
+    def from_json(cls, data: Mapping[str, Any]) -> Counts:
         """The inverse of `to_json`."""
-        return cls(**(data | {"peaks": tuple(data["peaks"])}))
+        return cls(**{**data, "peaks": tuple(data["peaks"])})
 
 
 class BlockResult(NamedTuple):
@@ -118,7 +118,7 @@ class BlockResult(NamedTuple):
     peak: np.ndarray
     """uint8[groups]: the level of the largest magnitude, 0 for a zero group."""
     lo: np.ndarray
-    """float32[groups]: the steps that reproduce the group are lo..hi, the ends to 1 in 2^17."""
+    """float32[groups]: the steps that reproduce the group are lo..hi, the ends to 2^-17."""
     hi: np.ndarray
     step: np.ndarray
     """float32[groups]: the proved step."""
@@ -145,9 +145,10 @@ class Pending:
         if rows.size:
             tiny = recover_tiny(self.bits[rows], self.scale_dtype)
             arrays = zip(block[: len(SHARED)], tiny[: len(SHARED)], strict=True)
-            block = Block(*(_replaced(a, rows, b) for a, b in arrays), *block[len(SHARED) :])
+            fixed = (_replaced(a, rows, b) for a, b in arrays)
+            block = Block._make([*fixed, *block[len(SHARED) :]])
             counts += _tiny_counts(tiny, self.bits[rows])
-        result = BlockResult(*block[: len(SHARED)], counts)
+        result = BlockResult._make([*block[: len(SHARED)], counts])
         return result._replace(scale=result.scale.view(self.dtype))
 
     @property
@@ -228,20 +229,27 @@ def recover(w: np.ndarray, scale_dtype: str = "bfloat16") -> Grid:
     starts = range(0, max(len(bits), 1), BLOCK_GROUPS)
     blocks = [recover_block(bits[i : i + BLOCK_GROUPS], scale_dtype) for i in starts]
     counts = sum((block.counts for block in blocks), Counts())
-    result = BlockResult(
-        *(np.concatenate(parts) for parts in zip(*(b[:-1] for b in blocks), strict=True)), counts
-    )
+    joined = (np.concatenate(parts) for parts in zip(*(b[:-1] for b in blocks), strict=True))
+    result = BlockResult._make([*joined, counts])
     proved = (result.status == Status.CERTIFIED) | (result.status == Status.ZERO)
     lo, hi, step = (
         np.where(proved, x, np.float32(np.nan)) for x in (result.lo, result.hi, result.step)
     )
     packed = result.packed.view("<i4").reshape(*w.shape[:-1], w.shape[-1] // 8)
-    small = (x.reshape(shape) for x in (result.scale, result.status, result.peak, lo, hi, step))
-    return Grid(packed, *small, counts)
+    return Grid(
+        packed=packed,
+        scale=result.scale.reshape(shape),
+        status=result.status.reshape(shape),
+        peak=result.peak.reshape(shape),
+        lo=lo.reshape(shape),
+        hi=hi.reshape(shape),
+        step=step.reshape(shape),
+        counts=counts,
+    )
 
 
 @functools.cache
-def cpu() -> jax.Device:
+def cpu() -> Any:
     """The CPU device of this process; raises QatpackError where JAX was told to hide it."""
     try:
         return jax.local_devices(backend="cpu")[0]

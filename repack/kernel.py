@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,25 +51,25 @@ INF = 0x7F80
 # would cost XLA's clamping of every out-of-range case.
 MAGIC = F32(2.0**23)
 # An end of a step interval that ties the right way (even mantissa) is moved outwards by CLOSED
-# float32 ulps, one that does not inwards by 3 * CLOSED. True ends differ by 2^-12 or not at all,
-# float16 candidates keep 2^-14 from an end they do not sit on, so 2^-17 decides every tie and
-# hides the rounding of the reciprocal.
+# float32 ulps, one that does not inwards by 3 * CLOSED, at most 2^-17. True ends differ by 2^-12
+# or not at all, and a float16 candidate keeps 2^-14 from an end it does not sit on: so every tie
+# is decided, and the rounding of the reciprocal cannot matter.
 CLOSED = 0x10
 
 
 class Block(NamedTuple):
-    """What one block yields; arrays have one entry per group."""
+    """What one block yields, one entry per group: jax arrays, or numpy ones once fetched."""
 
-    packed: jax.Array  # uint8[groups, 16]
-    scale: jax.Array  # uint16[groups] bits of bfloat16 or float16, or uint32[groups] of float32
-    status: jax.Array  # uint8[groups] of Status, or TINY
-    peak: jax.Array  # uint8[groups]
-    lo: jax.Array  # float32[groups]
-    hi: jax.Array  # float32[groups]
-    step: jax.Array  # float32[groups]
-    identical: jax.Array  # uint8[groups], of zero and certified groups, else 0
-    negative_zeros: jax.Array  # uint8[groups], likewise
-    flags: jax.Array  # uint8[groups] of EXACT_BF16 | EXACT_F16 | TIED, likewise
+    packed: Any  # uint8[groups, 16]
+    scale: Any  # uint16[groups] bits of bfloat16 or float16, or uint32[groups] of float32
+    status: Any  # uint8[groups] of Status, or TINY
+    peak: Any  # uint8[groups]
+    lo: Any  # float32[groups]
+    hi: Any  # float32[groups]
+    step: Any  # float32[groups]
+    identical: Any  # uint8[groups], of zero and certified groups, else 0
+    negative_zeros: Any  # uint8[groups], likewise
+    flags: Any  # uint8[groups] of EXACT_BF16 | EXACT_F16 | TIED, likewise
 
 
 EXACT_BF16, EXACT_F16, TIED = 1, 2, 4
@@ -158,12 +158,9 @@ def _ends(magnitude, per_level):
 
 def _interval(words, peak_bits, per_level):
     """Steps that round back to every value: lo and hi, f32[groups]; empty when lo > hi."""
-    low, high = (
-        # A zero allows every step: let it repeat the peak. A denormal beside a normal peak is
-        # on no level: keep it from being flushed to zero, so that 1/0 empties the interval.
-        jnp.maximum(jnp.where(m == U32(0), peak_bits[:, None], m), U32(0x01000000))
-        for m in _magnitudes(words)
-    )
+    # A zero allows every step: let it repeat the peak. Another value on level 0 divides by zero;
+    # whatever becomes of the interval, decoding refuses the group.
+    low, high = (jnp.where(m == U32(0), peak_bits[:, None], m) for m in _magnitudes(words))
     (lo0, hi0), (lo1, hi1) = (_ends(m, per_level[:, None]) for m in (low, high))
     lo, hi = _reduce(
         (jnp.maximum(lo0, lo1), jnp.minimum(hi0, hi1)),

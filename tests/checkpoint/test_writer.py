@@ -1,7 +1,6 @@
 import errno
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -302,8 +301,8 @@ with TensorReader() as reader:
             for spec in layout.specs:
                 writer.copy(spec, reader.descriptor(spec.source.file), lambda _: None)
             writer.commit()
-anonymous = [l for l in open("/proc/self/status") if l.startswith("RssAnon")]
-print(anonymous[0].split()[1] if anonymous else 0)
+# VmHWM, not ru_maxrss: that one survives exec and would tell of pytest itself.
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """
 
 
@@ -318,14 +317,11 @@ def test_copying_a_large_tensor_takes_little_memory(tmp_path):
     with open(source / "model.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     done = subprocess.run(
         [sys.executable, "-c", COPY_SCRIPT, str(source), str(tmp_path)],
         check=True,
         capture_output=True,
         text=True,
     )
-    assert int(done.stdout) * 1024 < 100_000_000
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert peak == before or peak * 1024 < 150_000_000
+    assert int(done.stdout) * 1024 < size / 2
     assert (tmp_path / "model.safetensors").stat().st_size > size
