@@ -448,3 +448,45 @@ def test_killed_in_the_middle_and_resumed(tmp_path, source, shards):
     run(source, tmp_path / "out", SMALL, resume=True)
     run(source, tmp_path / "whole", SMALL)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+MEASURED = """
+import sys, threading, time
+from pathlib import Path
+from qatpack.checkpoint.source import resolve_source
+from qatpack.repack import job
+
+peak, done = 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.005):
+        text = open("/proc/self/status").read()
+        peak = max(peak, int(text.split("RssAnon:")[1].split()[0]))
+
+thread = threading.Thread(target=watch)
+thread.start()
+job.repack(resolve_source(sys.argv[1]), Path(sys.argv[2]))
+done.set()
+thread.join()
+print(peak * 1024)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_tensors(tmp_path):
+    """One tensor to pack and one to copy, each as large as all memory that the job may own."""
+    rng = np.random.default_rng(0)
+    big = {
+        f"{tiny.TEXT}embed_tokens.weight": np.tile(tiny.grid(rng, 512, 4096), (64, 1)),
+        f"{tiny.TEXT}layers.0.mlp.up_proj.weight": np.tile(tiny.grid(rng, 512, 4096), (64, 1)),
+    }
+    folder = tiny.write(tmp_path / "c", tiny.tensors() | big)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / "out")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert sum(a.nbytes for a in big.values()) > 500_000_000
+    assert int(done.stdout) < 260_000_000
