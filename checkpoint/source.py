@@ -113,7 +113,10 @@ def resolve_source(source: str | os.PathLike[str], *, revision: str | None = Non
         SourceError: nothing is there, or it cannot be reached; one sentence with the next step.
     """
     name = os.fspath(source)
-    folder = Path(name).expanduser()
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # ~nobody/...
+        folder = Path(name)
     if name and folder.is_dir():  # Path("") is the current folder
         return _local(folder, revision)
     if name and folder.exists():
@@ -187,7 +190,7 @@ def _from_local_dir(folder: Path) -> Source | None:
     for file in sorted(entry.name for entry in folder.iterdir() if _is_kept(entry.name)):
         record = _read_record(records / f"{file}.metadata")
         # huggingface_hub allows this second too: file times are coarser than time.time().
-        if record is None or (folder / file).stat().st_mtime - 1 > record[2]:
+        if record is None or _modified(folder / file) - 1 > record[2]:
             return None
         commits.add(record[0])
         if SHA256.fullmatch(record[1]):
@@ -195,6 +198,14 @@ def _from_local_dir(folder: Path) -> Source | None:
     if len(commits) != 1:
         return None
     return Source(folder, None, commits.pop(), sha256)
+
+
+def _modified(path: Path) -> float:
+    """Time of the last change; of a link to nothing, never matching a record."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return float("inf")
 
 
 def _read_record(path: Path) -> tuple[str, str, float] | None:

@@ -195,9 +195,15 @@ class ShardWriter:
         if spec.source is None:
             raise ValueError(f"{spec.name} has no source to copy from")
         position = self._offsets[spec.name][0]
-        for moved in copy_range(source, spec.source.offset, self._file, position, spec.nbytes):
-            self._flusher.add(moved)
-            progress(moved)
+        try:
+            for moved in copy_range(source, spec.source.offset, self._file, position, spec.nbytes):
+                self._flusher.add(moved)
+                progress(moved)
+        except EOFError as error:
+            raise CheckpointError(
+                f"{spec.source.file}: {error}; it was cut while being read, restore it and run "
+                "again."
+            ) from error
         self._missing[spec.name] -= spec.nbytes
 
     def commit(self) -> Path:
@@ -276,7 +282,7 @@ def _write_all(file: int, view: memoryview, position: int) -> None:
 def copy_range(source: int, start: int, target: int, position: int, count: int) -> Iterator[int]:
     """Copy `count` bytes between open files, in the kernel where it can; yields each step's bytes.
 
-    Raises `CheckpointError` when the source ends early.
+    Raises EOFError when the source ends early.
     """
     kernel = hasattr(os, "copy_file_range")
     while count:
@@ -296,10 +302,7 @@ def copy_range(source: int, start: int, target: int, position: int, count: int) 
             kernel = False  # some file systems answer 0 for "not here"; only a read tells the end
             continue
         if moved == 0:
-            raise CheckpointError(
-                f"the source file ends at byte {start}, {count} bytes early; it was cut while "
-                "being read, restore it and run again."
-            )
+            raise EOFError(f"ends at byte {start}, {count} bytes early")
         start, position, count = start + moved, position + moved, count - moved
         yield moved
 
@@ -340,7 +343,17 @@ def write_file(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON with a final newline, as `write_file` does."""
-    write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    write_file(path, (json_text(value) + "\n").encode())
+
+
+def json_text(value: object) -> str:
+    """Indented JSON, in ASCII escapes where a name is no valid Unicode."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=2)
+    return text
 
 
 def shard_index(layouts: Sequence[ShardLayout]) -> dict[str, object]:
@@ -360,7 +373,12 @@ def check_output(out: Path, source: Path) -> Path:
     it; `out` exists and is not an empty folder, or is a mount point; `<out>.partial` is no folder;
     their parent cannot be written.
     """
-    resolved, origin = out.resolve(), source.resolve()
+    try:
+        resolved, origin = out.resolve(), source.resolve()
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"{out}: cannot be resolved ({error}); choose another output.") from error
+    if not out.name or resolved == Path.cwd():
+        raise OutputError(f"{str(out)!r}: is the current folder; name a new one.")
     working = resolved.with_name(resolved.name + ".partial")
     if working.is_symlink() or (working.exists() and not working.is_dir()):
         raise OutputError(f"{working}: is needed for the work and is no folder; remove it.")

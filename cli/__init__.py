@@ -10,7 +10,7 @@ from ..checkpoint.errors import QatpackError
 from .demo import demo
 from .inspect import inspect
 from .repack import repack
-from .text import warn
+from .text import one_line, warn
 
 
 class _Commands(click.Group):
@@ -24,11 +24,16 @@ class _Commands(click.Group):
         except QatpackError as error:
             if ctx.params["debug"]:
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(one_line(str(error))) from error
         except KeyboardInterrupt:
             raise click.ClickException("interrupted; a repack can go on with --resume.") from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
+        except OSError as error:
+            if ctx.params["debug"]:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(one_line(f"{where}{error.strerror or error}.")) from error
         except Exception as error:
             if ctx.params["debug"]:
                 raise

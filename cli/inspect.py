@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .progress import byte_bar
-from .repack import cpu_only
+from .repack import start_jax_on_cpu
 from .text import print_json, share, size, table, warn
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def inspect(source: str, revision: str | None, sample: int | None, as_json: bool
     Example:
       qatpack inspect google/gemma-4-E2B-it-qat-q4_0-unquantized --sample 64
     """
-    cpu_only()
+    start_jax_on_cpu()
     from ..checkpoint.errors import CheckpointError
     from ..checkpoint.folder import Checkpoint
     from ..checkpoint.source import resolve_source
@@ -72,7 +72,8 @@ def inspect(source: str, revision: str | None, sample: int | None, as_json: bool
 def _print_facts(facts: Mapping[str, Any]) -> None:
     commit = f" at {facts['commit']}" if facts["commit"] else ""
     click.echo(f"{facts['id'] or facts['folder']}{commit}")
-    architecture = ", ".join(facts["architectures"] or ["no architecture in config.json"])
+    named = facts["architectures"]
+    architecture = ", ".join(map(str, named)) if isinstance(named, list) else "no architecture"
     click.echo(
         f"{architecture} ({facts['model_type']}), text decoder under {facts['text_prefix']}*"
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,9 +50,17 @@ def _hub_id(_: click.Context, __: click.Parameter, value: str | None) -> str | N
     return value
 
 
-def cpu_only() -> None:
-    """Keep JAX off accelerators: the recovery needs exactly rounded float32, and no TPU lock."""
+def start_jax_on_cpu() -> None:
+    """Import JAX off accelerators: the recovery needs exactly rounded float32, and no TPU lock.
+
+    Ctrl-C ends the process at once meanwhile: jaxlib crashes on a KeyboardInterrupt in its import.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        import_module("jax.numpy")
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @click.command()
@@ -123,7 +133,7 @@ def repack(
     Example:
       qatpack repack google/gemma-4-E2B-it-qat-q4_0-unquantized gemma-4-E2B-it-w4a16 --dry-run
     """
-    cpu_only()
+    start_jax_on_cpu()
     from ..checkpoint.source import resolve_source
     from ..checkpoint.writer import check_output
     from ..repack import job

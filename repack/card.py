@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
+from ..checkpoint.header import regular_size
 from .sidecars import CARD_NAME, ORIGINAL_CARD_NAME
 
 _KEPT = ("license", "license_name", "license_link", "pipeline_tag", "library_name", "language")
@@ -21,6 +22,7 @@ def source_card(folder: Path) -> dict[str, Any]:
     path = folder / CARD_NAME
     if not path.exists():
         return {}
+    regular_size(path)
     # Imported here: it takes half a second, and only a finishing repack needs it.
     from huggingface_hub import metadata_load
 

@@ -64,8 +64,10 @@ def plan_config(plan: Plan) -> dict[str, Any]:
             checkpoint.config,
             plan.ignore,
             text_only=options.text_only,
-            pack_ple=options.pack_ple,
+            pack_ple=any(m.module.endswith("embed_tokens_per_layer") for m in plan.packed),
         )
+    except RecursionError:
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: is nested too deep.") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {error}") from error
 

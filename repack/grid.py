@@ -253,7 +253,7 @@ def cpu() -> Any:
     """The CPU device of this process; raises QatpackError where JAX was told to hide it."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise QatpackError(
             "The grid is proved on the CPU, and JAX has no CPU backend here. Add cpu to "
             "JAX_PLATFORMS (for example JAX_PLATFORMS=tpu,cpu) or unset it."

@@ -178,6 +178,7 @@ def packed_scheme(layout: Layout) -> dict[str, Any] | None:
     config = found[0] if found else {}
     groups = config.get("config_groups")
     first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
+    ignored = config.get("ignore")
     return {
         "quantization_configs": len(found),
         "quant_method": config.get("quant_method"),
@@ -185,7 +186,7 @@ def packed_scheme(layout: Layout) -> dict[str, Any] | None:
         "weights": first.get("weights") if isinstance(first, Mapping) else None,
         "packed_modules": len(scales),
         "scale_dtypes": sorted({t.dtype for t in scales}),
-        "ignored_modules": len(config.get("ignore") or ()),
+        "ignored_modules": len(ignored) if isinstance(ignored, list) else 0,
     }
 
 

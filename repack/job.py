@@ -18,7 +18,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.writer import check_output, plan_shards, sync_folder
 from .card import source_card
 from .finish import finish_folder, plan_config
-from .journal import Journal, fingerprint
+from .journal import Journal, fingerprint, source_state
 from .layout import read_layout
 from .plan import Options, Plan, make_plan
 from .shards import source_records, start_source_hashes, write_shards
@@ -41,7 +41,9 @@ def plan_repack(source: Source, options: Options, *, progress: Progress = ignore
     """
     checkpoint = Checkpoint.open(source.folder)
     if not checkpoint.config:
-        raise CheckpointError(f"{source.folder}: has no config.json; no reader can do without.")
+        raise CheckpointError(
+            f"{source.folder}: has no config.json, or an empty one; no reader can do without."
+        )
     layout = read_layout(checkpoint)
     plan = make_plan(layout, options)
     # Now rather than after an hour of packing: the settings that the folder will end with.
@@ -86,6 +88,7 @@ def repack(
     plan = plan or plan_repack(source, options or Options())
     check_space(plan, working)
     layouts = plan_shards(plan.units(), shard_bytes=plan.options.shard_bytes)
+    state = source_state(plan)
     with _one_sentence(working):
         journal = Journal.start(working, fingerprint(plan, version("qatpack")), resume=resume)
         try:
@@ -102,6 +105,10 @@ def repack(
                 sources=sources,
                 shards=shards,
             )
+            if source_state(plan) != state:
+                raise CheckpointError(
+                    f"{source.folder}: changed while it was read; delete {working} and start anew."
+                )
             _publish(working, out.resolve())
             journal.finish(out.resolve())
         finally:

@@ -144,11 +144,17 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
+def source_state(plan: Plan) -> list[tuple[str, int, int, int]]:
+    """Name, size, time and inode of every weight file: what a changed source would change."""
+    states = ((h.path.name, h.path.stat()) for h in plan.layout.checkpoint.files)
+    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in states]
+
+
 def fingerprint(plan: Plan, version: str) -> str:
-    """A hash of all that decides the output's bytes, and of the source files' size and time."""
+    """A hash of all that decides the output's bytes, and of the source files' state."""
     checkpoint = plan.layout.checkpoint
     options = plan.options
-    files = [(h.path.name, h.size, h.path.stat().st_mtime_ns) for h in checkpoint.files]
+    files = source_state(plan)
     tensors = [(t.name, t.dtype, t.shape, t.offset) for t in checkpoint.tensors.values()]
     content = [
         version,

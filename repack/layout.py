@@ -71,7 +71,7 @@ def classify(tensor: TensorInfo, prefix: str) -> Role:
     name = tensor.name
     if is_packed(name):
         return Role.PACKED
-    if name.endswith("lm_head.weight"):
+    if name in ("lm_head.weight", "language_model.lm_head.weight"):
         return Role.HEAD
     if _TOWER.search(_component(name)):
         return Role.TOWER
@@ -109,7 +109,11 @@ def ties_head(config: Mapping[str, Any]) -> bool:
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else {}
     value = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    return True if value is None else bool(value)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(
+            f"config.json: tie_word_embeddings is {value!r}; write true or false there."
+        )
+    return value is not False
 
 
 def fused_with(module: str) -> str:

@@ -228,6 +228,39 @@ def test_demo(tmp_path):
     assert line.endswith("100 %")
 
 
+def test_control_characters_of_a_tensor_name_stay_out_of_the_terminal(tmp_path):
+    arrays = tiny.tensors()
+    arrays[f"{tiny.TEXT}layers.0.x\n\x1b[31m.weight"] = tiny.noise(np.random.default_rng(0), 4, 64)
+    result = invoke("repack", tiny.write(tmp_path / "c", arrays), tmp_path / "out", code=1)
+    assert result.stderr.count("\n") == 1
+    assert "\x1b" not in result.stderr
+    assert "x\\n\\x1b[31m" in result.stderr
+
+
+@pytest.mark.parametrize("out", [".", "", "x" * 300, "link/out"])
+def test_outputs_that_cannot_be(tmp_path, source, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("link")
+    invoke("repack", source, out, code=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize("out", ["file/x", "x" * 300, "link"])
+def test_a_demo_folder_that_cannot_be(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere/there")
+    assert "--out" in invoke("demo", "--out", out, code=1).stderr
+
+
+@pytest.mark.parametrize("architectures", [5, [5], [None], None, {}])
+def test_inspect_takes_any_config(tmp_path, architectures):
+    cfg = tiny.config(architectures=architectures, quantization_config={"ignore": 5})
+    folder = tiny.write(tmp_path / "c", cfg=cfg)
+    invoke("inspect", folder, "--sample", "2")
+    invoke("inspect", folder, "--sample", "2", "--json")
+
+
 def test_an_unexpected_error_asks_for_a_report(monkeypatch, source):
     from qatpack.repack import inspect as module
 

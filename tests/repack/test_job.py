@@ -227,6 +227,32 @@ def test_off_grid_kept_takes_its_partners_and_nothing_else(tmp_path):
     assert manifest["totals"]["identical"] == manifest["totals"]["values"]
 
 
+def test_a_ple_that_stays_dense_is_no_target(tmp_path):
+    name = f"{tiny.TEXT}embed_tokens_per_layer.weight"
+    folder = broken(tmp_path, 3.14e-3, where=(5, 40), name=name)
+    run(folder, tmp_path / "out", Options(pack_ple=True, keep_off_grid=True))
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert list(config["config_groups"]) == ["group_0"]
+    run(tiny.write(tmp_path / "good"), tmp_path / "packed", Options(pack_ple=True))
+    config = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_1"]["targets"] == ["re:.*embed_tokens_per_layer$"]
+
+
+def test_a_source_replaced_while_it_is_read_is_told(tmp_path, monkeypatch):
+    folder = tiny.write(tmp_path / "c")
+    other = tiny.write(tmp_path / "other", tiny.tensors(seed=5))
+    real = shards.pack_tensors
+
+    def swap(*arguments):
+        os.replace(other / "model.safetensors", folder / "model.safetensors")
+        return real(*arguments)
+
+    monkeypatch.setattr(shards, "pack_tensors", swap)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        run(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_inf_are_refused_whatever_the_choice(tmp_path, value, keep):

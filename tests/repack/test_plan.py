@@ -216,6 +216,11 @@ def test_an_untied_head_that_is_absent_stops(tmp_path):
         head(tmp_path, None, tied=False)
 
 
+def test_a_tie_flag_that_is_no_truth_value(tmp_path):
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is 'false'"):
+        head(tmp_path, tiny.tensors()[EMBEDDING], tied="false")
+
+
 def test_same_bytes_looks_at_every_block(tmp_path):
     big = np.zeros((600, 8192), tiny.BF16)
     other = big.copy()
@@ -267,6 +272,8 @@ def test_ple_is_packed_on_request(tmp_path):
         ("model.embed_audio.embedding_projection.weight", (4, 32), Role.TOWER),
         ("model.multi_modal_projector.x.weight", (4, 32), Role.TOWER),
         ("lm_head.weight", (4, 32), Role.HEAD),
+        ("model.audio_tower.lm_head.weight", (4, 32), Role.TOWER),
+        ("mtp_lm_head.weight", (4, 32), Role.OTHER),
         ("model.language_model.x.weight_zero_point", (4,), Role.PACKED),
     ],
 )
