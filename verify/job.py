@@ -1,0 +1,216 @@
+"""The verification of one build, from its folder to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..checkpoint.errors import CheckpointError, QatpackError
+from ..checkpoint.folder import Checkpoint
+from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
+from ..checkpoint.reader import TensorReader
+from ..checkpoint.source import Source
+from ..repack.layout import Layout, read_layout, refuse_packed
+from .build import Build, open_build
+from .copied import (
+    Copied,
+    Head,
+    compare_copied,
+    copied_bytes,
+    copied_findings,
+    head_findings,
+    read_head,
+)
+from .fidelity import Fidelity, Progress, compare_pair, sampled_bytes
+from .findings import Finding, error, warning
+from .pairs import Pair, make_pairs, reference_modules, reference_name
+from .report import Report
+from .tally import Tally
+from .verdict import Judgement, Verdict, claims, damaged, judge
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The bf16 checkpoint that builds are held against."""
+
+    source: Source
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is looked at.
+
+    - `pattern`: only packed modules whose name matches (shell style); other tensors are then
+      not compared.
+    - `sample`: rows of each packed tensor instead of all; copied tensors are compared whole.
+    """
+
+    pattern: str | None = None
+    sample: int | None = None
+
+
+def open_reference(source: Source) -> Reference:
+    """Open the reference. Raises `CheckpointError`, also for one that is itself packed."""
+    layout = read_layout(Checkpoint.open(source.folder))
+    refuse_packed(layout)
+    return Reference(source, layout)
+
+
+def ignore_progress(_: int) -> None:
+    """The progress of a caller who does not ask for it."""
+
+
+def verify(
+    source: Source,
+    reference: Reference | None = None,
+    options: Options | None = None,
+    *,
+    name: str | None = None,
+    progress: Progress = ignore_progress,
+) -> Report:
+    """Hold one build against its reference and against what readers demand.
+
+    Without a reference only the folder itself is checked. `progress` gets the reference bytes
+    of each step, `reference_bytes` in all. Whatever is wrong with the build becomes a finding;
+    raises `CheckpointError` only where the reference is damaged.
+    """
+    name = name or source.id or source.folder.name
+    options = options or Options()
+    try:
+        build = open_build(source.folder, name=name)
+    except CheckpointError as fault:
+        found = error("files", name, str(fault).rstrip("."), "download or export it again")
+        origin = reference and reference.source
+        return Report(source, name, origin, damaged(str(fault)), findings=(found,))
+    report = _described(source, build, reference)
+    if reference is None:
+        text = f"not compared: no reference given, {len(build.packed):,} packed tensors"
+        return replace(report, judgement=Judgement(Verdict.UNCOMPARED, text))
+    return _compared(report, build, reference, options, progress)
+
+
+def _described(source: Source, build: Build, reference: Reference | None) -> Report:
+    """What the headers say and the folder's own checks find."""
+    head = read_head(build)
+    findings = [*build.findings, *head_findings(head, build)]
+    findings += [warning("files", build.name, w.rstrip(".")) for w in build.checkpoint.warnings]
+    return Report(
+        source,
+        build.name,
+        reference and reference.source,
+        Judgement(Verdict.UNCOMPARED, ""),
+        stored=len(build.checkpoint.tensors),
+        packed=len(build.packed),
+        stored_bytes=build.checkpoint.tensor_bytes,
+        scale_dtypes=tuple(sorted({t.scale_dtype for t in build.packed.values()})),
+        group_sizes=tuple(sorted({t.group_size for t in build.packed.values()})),
+        head=head,
+        findings=tuple(findings),
+    )
+
+
+def _compared(
+    report: Report, build: Build, reference: Reference, options: Options, progress: Progress
+) -> Report:
+    pairs, findings = select(build, reference.layout, options)
+    with TensorReader() as reader:
+        tensors = [
+            compare_pair(p, reader, sample=options.sample, progress=progress) for p in pairs
+        ]
+    copied = None
+    if options.pattern is None:
+        used = sources(build, reference.layout)
+        copied = compare_copied(build, reference.layout, used, progress=progress)
+        findings += copied_findings(copied, build)
+    total = sum((t.tally for t in tensors), Tally())
+    findings += _value_findings(build.name, total)
+    whole = options.pattern is None and options.sample is None
+    if whole:
+        findings += _claim_findings(build, total)
+    found = (*report.findings, *findings)
+    return replace(
+        report,
+        judgement=judge(total, tensors, copied, found, sampled=not whole),
+        tensors=tensors,
+        copied=copied,
+        findings=found,
+        sample=options.sample,
+        pattern=options.pattern,
+    )
+
+
+def select(
+    build: Build, reference: Layout, options: Options
+) -> tuple[list[Pair], list[Finding]]:
+    """The packed modules to compare. Raises `QatpackError` where the pattern matches none."""
+    pairs, findings = make_pairs(build, reference, reference_modules(reference))
+    pattern = options.pattern
+    if pattern is None:
+        return pairs, findings
+    chosen = [p for p in pairs if fnmatchcase(p.tensor.module, pattern)]
+    if not chosen:
+        raise QatpackError(f"{build.name}: no packed tensor matches {pattern!r}.")
+    return chosen, [f for f in findings if fnmatchcase(f.where, pattern)]
+
+
+def sources(build: Build, reference: Layout) -> set[str]:
+    """Reference tensors that the build packs, decodable or not."""
+    modules = reference_modules(reference)
+    names = (reference_name(m, build, reference) for m in (*build.packed, *build.broken))
+    return {modules[n].source.name for n in names if n in modules}
+
+
+def reference_bytes(source: Source, reference: Reference, options: Options) -> int:
+    """Reference bytes that `verify` reads, for a progress bar; 0 for a build it cannot open."""
+    try:
+        build = open_build(source.folder)
+        pairs, _ = select(build, reference.layout, options)
+    except QatpackError:
+        return 0
+    total = sum(sampled_bytes(p, options.sample) for p in pairs)
+    if options.pattern is None:
+        total += copied_bytes(reference.layout, sources(build, reference.layout))
+    return total
+
+
+def _value_findings(where: str, total: Tally) -> list[Finding]:
+    """Values that no sound build of a QAT checkpoint has."""
+    found = []
+    if total.non_finite_scales:
+        what = f"{total.non_finite_scales:,} scales are NaN or infinite"
+        found.append(error("scale-not-finite", where, what, "export it again"))
+    if total.reference_non_finite:
+        what = f"{total.reference_non_finite:,} groups of the reference hold NaN or infinity"
+        found.append(error("reference-damaged", where, what, "download the reference again"))
+    if zero := total.zero_scales - min(total.zero_scales, total.zero_groups):
+        what = f"{zero:,} groups have the scale 0 although the reference is not 0 there"
+        found.append(error("scale-zero", where, what, "export it again"))
+    if total.uncertified:
+        what = f"{total.uncertified:,} groups of the reference are on no positive 4-bit grid"
+        found.append(warning("off-grid", where, what, "check that it is the QAT checkpoint"))
+    return found
+
+
+def _claim_findings(build: Build, total: Tally) -> list[Finding]:
+    """Where the build's own manifest says something else than was measured."""
+    manifest = manifest_of(build)
+    return [
+        error(
+            "claim-differs",
+            MANIFEST_NAME,
+            f"claims {name} {claimed:,}, measured {value:,}",
+            "do not trust this folder; repack it",
+        )
+        for name, claimed, value in claims(total, manifest)
+    ]
+
+
+def manifest_of(build: Build) -> Mapping[str, Any]:
+    """The build's manifest, {} where it has none or an unreadable one."""
+    try:
+        return read_manifest(build.folder)
+    except CheckpointError:
+        return {}
