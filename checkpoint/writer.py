@@ -37,9 +37,9 @@ class TensorSpec:
     source: TensorInfo | None = None
 
     @classmethod
-    def copy_of(cls, tensor: TensorInfo) -> TensorSpec:
-        """The pass-through of a source tensor under its own name."""
-        return cls(tensor.name, tensor.dtype, tensor.shape, tensor)
+    def copy_of(cls, tensor: TensorInfo, name: str) -> TensorSpec:
+        """The pass-through of a source tensor under `name`."""
+        return cls(name, tensor.dtype, tensor.shape, tensor)
 
     @property
     def nbytes(self) -> int:

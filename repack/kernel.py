@@ -52,8 +52,8 @@ MAGIC_BITS = 0x4B000000
 # float32 ulps, one that does not inwards by 3 * CLOSED. True ends differ by 2^-12 or not at all,
 # float16 candidates keep 2^-14 from an end they do not sit on, so 2^-17 decides every tie and
 # hides the rounding of the reciprocal.
-CLOSED = 0x20
-OPEN_BIT = 7
+CLOSED = 0x10
+OPEN_BIT = 6
 
 
 class Block(NamedTuple):

@@ -48,7 +48,8 @@ def describe(bits: np.ndarray, status: Status) -> str:
 
 def _values(bits: np.ndarray) -> np.ndarray:
     """bf16 bits as float64, signed."""
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
 
 
 def _certified(groups: np.ndarray) -> np.ndarray:

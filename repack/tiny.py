@@ -48,9 +48,8 @@ def _recover_chunk(bits: np.ndarray, scale_dtype: str) -> TinyBlock:
     flipped = np.zeros(len(bits), bool)
     flipped[~found] = _search(magnitude[~found], ~negative[~found])[0] > 0
     lo, hi = _interval(magnitude, level)
-    with np.errstate(invalid="ignore"):  # inf - inf where nothing was found
-        mid = (lo + 0.5 * (hi - lo)).astype(np.float32)
-    mid = np.where(found, np.where(_count(mid, level, magnitude) == 32, mid, step), 1)
+    mid = np.where(found, lo + 0.5 * (hi - lo), 1).astype(np.float32)
+    mid = np.where(found & (_count(mid, level, magnitude) < 32), step, mid)
     nearest = _round(mid, "bfloat16")
     exact_bf16, exact_f16 = (
         _count(_round(mid, name), level, magnitude) == 32 for name in ("bfloat16", "float16")

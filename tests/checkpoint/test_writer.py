@@ -113,7 +113,7 @@ def test_largest_copy_is_in_step_with_its_pages(tmp_path):
     }
     source = Checkpoint.open(tiny.write(tmp_path / "c", arrays, cfg={}))
     (layout,) = plan_shards(
-        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+        [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()], shard_bytes=1 << 40
     )
     at = dict(zip((s.name for s in layout.specs), layout.offsets, strict=True))
     difference = at["big"] - source["big"].offset
@@ -138,7 +138,7 @@ def test_plain_copy_where_the_kernel_will_not(tmp_path, monkeypatch, failure):
     monkeypatch.setattr(module, "PLAIN_CHUNK", 1000)
     source = Checkpoint.open(tiny.write(tmp_path / "c"))
     (layout,) = plan_shards(
-        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+        [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()], shard_bytes=1 << 40
     )
     with TensorReader() as reader:
         path = write_all(tmp_path, layout, reader)
@@ -150,7 +150,7 @@ def test_source_that_shrinks_while_copied(tmp_path):
     source = Checkpoint.open(tiny.write(tmp_path / "c"))
     os.truncate(tmp_path / "c" / "model.safetensors", 3000)
     (layout,) = plan_shards(
-        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+        [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()], shard_bytes=1 << 40
     )
     with TensorReader() as reader, pytest.raises(CheckpointError, match="cut while being read"):
         write_all(tmp_path, layout, reader)
@@ -205,7 +205,7 @@ def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 def test_same_input_same_bytes(tmp_path):
     source = Checkpoint.open(tiny.write(tmp_path / "c"))
-    units = [[TensorSpec.copy_of(t)] for t in source.tensors.values()]
+    units = [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()]
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
         with TensorReader() as reader:
@@ -273,7 +273,7 @@ from qatpack.checkpoint.folder import Checkpoint
 from qatpack.checkpoint.reader import TensorReader
 from qatpack.checkpoint.writer import ShardWriter, TensorSpec, plan_shards
 source = Checkpoint.open(Path(sys.argv[1]))
-units = [[TensorSpec.copy_of(t)] for t in source.tensors.values()]
+units = [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()]
 with TensorReader() as reader:
     for layout in plan_shards(units, shard_bytes=1 << 40):
         with ShardWriter(Path(sys.argv[2]), layout) as writer:
