@@ -8,6 +8,7 @@ from ..checkpoint.errors import QatpackError
 from .demo import demo
 from .inspect import inspect
 from .repack import repack
+from .verify import verify
 
 
 class _Commands(click.Group):
@@ -50,5 +51,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (demo, inspect, repack):
+for _command in (demo, inspect, repack, verify):
     main.add_command(_command)

@@ -18,7 +18,7 @@ from jax import lax
 
 from ..repack.grid import GROUP, cpu
 from ..repack.kernel import MAGIC, MAGIC_BITS
-from .exact import ON_LEVEL, ONE_ULP, STEP_ULPS, TINY, Certified, tally_numpy
+from .exact import ON_LEVEL, ONE_ULP, STEP_ULPS, TINY, Certified, as_float32, tally_numpy
 from .tally import BETWEEN, LEVELS, Tally
 
 F32, I32, U32 = np.float32, np.int32, np.uint32
@@ -102,11 +102,10 @@ def dispatch(
     size = bits.shape[1]
     row = math.gcd(size, GROUP)
     groups = _padded(len(bits), size)
-    step = scale.astype(F32)
     arrays = [
         _pad(bits.reshape(-1, row).view("<u4"), groups * size // row, 0),
         _pad(packed.reshape(-1, row // 2), groups * size // row, LEVEL_0),
-        _pad(step, groups, 1),
+        _pad(as_float32(scale), groups, 1),
     ]
     if certified is not None:
         fill = ((certified.packed, LEVEL_0), (certified.peak, 0), (certified.step, 1))
@@ -184,10 +183,12 @@ def _relative(reference, level, scale, peak):
     return _bits(ratio, I32)
 
 
-def _per_group(rows, ratio, reduce):
-    """Reduce the rows of each group to one and give it back to all of them: (group, row)."""
-    group = reduce(rows.reshape(-1, ratio), 1) if ratio > 1 else rows
-    return group, jnp.repeat(group, ratio) if ratio > 1 else group
+def _per_group(rows, ratio):
+    """The largest of the rows of each group, and that given back to all of them; integers."""
+    if ratio == 1:
+        return rows, rows
+    group = lax.reduce(rows.reshape(-1, ratio), I32(0), jnp.maximum, (1,))
+    return group, jnp.repeat(group, ratio)
 
 
 def _sum(flags):
@@ -207,10 +208,11 @@ def _compare(words, packed, scale, *certified, size, cast):
     ratio = size // packed.shape[1] // 2
     magnitude = jnp.maximum((words << U32(16)) & U32(0x7FFF0000), words & U32(0x7FFF0000))
     row_peak = lax.reduce(_bits(magnitude, I32), I32(0), jnp.maximum, (1,))
-    peak, row_peak = _per_group(_bits(row_peak, F32), ratio, jnp.max)
+    peak, row_peak = (_bits(p, F32) for p in _per_group(row_peak, ratio))
     absolute = jnp.abs(scale)
     normal = (absolute >= SMALL) & (absolute <= LARGE) & (peak <= LARGE)
-    normal &= (peak >= SMALL) | (peak == F32(0))
+    # By its bits: XLA on a CPU flushes a denormal peak to zero.
+    normal &= (peak >= SMALL) | (_bits(peak, U32) == U32(0))
     keep = jnp.repeat(normal, ratio) if ratio > 1 else normal
     row_scale = jnp.repeat(scale, ratio) if ratio > 1 else scale
 

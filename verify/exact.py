@@ -9,11 +9,12 @@ import numpy as np
 from ..repack.packing import BF16, unpack
 from .tally import BETWEEN, LEVELS, Tally
 
-TINY = 0x0880
-"""bf16 bits of 2^-110: a reference value below it counts as 0 in the largest relative error."""
+TINY = 0x2180
+"""bf16 bits of 2^-60: a reference value below it counts as 0 in the largest relative error."""
 
-ONE_ULP = 0x10000
-"""Of bfloat16, in float32 bits: how near a scale has to be to max/7.5."""
+ONE_ULP = 0x10100
+"""Of bfloat16, in float32 bits, and room for the rounding of a division: how near a scale has to
+be to max/7.5."""
 
 STEP_ULPS = 0x18000
 """A trained step rounded twice to bf16 (max, then max/m) is off by at most one ulp, not by 1.5."""
@@ -48,7 +49,7 @@ def tally_numpy(
 
     Groups whose scale or reference is not finite count as not identical and add no error.
     """
-    step = scale.astype(np.float32)
+    step = as_float32(scale)
     levels = unpack(np.ascontiguousarray(packed).view("<i4")).astype(np.float32)
     value, magnitude = _value(bits), bits & np.uint16(0x7FFF)
     peak = magnitude.max(1)
@@ -86,9 +87,16 @@ def tally_numpy(
     return tally, differ | far | ~np.isfinite(step)
 
 
+def as_float32(scale: np.ndarray) -> np.ndarray:
+    """Stored scales as float32; NaN, also a signalling one, without a warning."""
+    with np.errstate(invalid="ignore"):
+        return scale.astype(np.float32)
+
+
 def _value(bits: np.ndarray) -> np.ndarray:
     """bf16 bits as float64."""
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
 
 
 def _largest(
@@ -98,7 +106,7 @@ def _largest(
     with np.errstate(all="ignore"):
         ratio = np.where(relative_to > 0, off / relative_to, off > 0)
     ratio = ratio[np.isfinite(ratio)]
-    return float(np.float32(ratio.max(initial=0.0)))
+    return float(ratio.max(initial=0.0))
 
 
 def _wrong(

@@ -133,7 +133,7 @@ def _compared(
     found = (*report.findings, *findings)
     return replace(
         report,
-        judgement=judge(total, tensors, copied, found, sampled=not whole),
+        judgement=judge(total, tensors, copied, found, partly=not whole),
         tensors=tensors,
         copied=copied,
         findings=found,

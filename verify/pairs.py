@@ -74,7 +74,7 @@ def reference_modules(reference: Layout) -> dict[str, PackedModule]:
         role = reference.roles[tensor.name]
         whole = tensor.name.removesuffix(".weight")
         if role is Role.EXPERTS:
-            modules |= {m.module: m for m in packed_modules(tensor, role)}
+            modules |= {m.module: m for m in packed_modules(tensor, role, tensor.name)}
         if role is Role.EXPERTS or (len(tensor.shape) == 2 and whole != tensor.name):
             modules[whole] = PackedModule(whole, tensor, 0, tensor.rows)
     return modules

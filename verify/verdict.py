@@ -69,7 +69,7 @@ def judge(
     copied: Copied | None,
     findings: Sequence[Finding],
     *,
-    sampled: bool = False,
+    partly: bool = False,
 ) -> Judgement:
     """The verdict on a build that was compared with its reference."""
     if copied is not None and copied.foreign:
@@ -88,7 +88,7 @@ def judge(
         return damaged(f"{len(copied.differ)} of {count} copied tensors differ ({copied.differ[0]})")
     if fault := _wrong_groups(total, tensors):
         return damaged(fault)
-    return _good(total, tensors, " in the sampled rows" if sampled else "")
+    return _good(total, tensors, " in the part compared" if partly else "")
 
 
 def _first(broken: Sequence[Finding]) -> str:
@@ -154,12 +154,12 @@ def _good(total: Tally, tensors: Sequence[Fidelity], where: str) -> Judgement:
 
 
 def part(count: int, whole: int) -> str:
-    """A share in percent that says 100 only where it is; "-" of nothing."""
+    """A share in percent that says 100 or 0 only where it is; "-" of nothing."""
     if not whole:
         return "-"
-    if count == whole:
-        return "100 %"
-    return f"{min(99.999, 100 * count / whole):.3f} %"
+    if count in (0, whole):
+        return "100 %" if count else "0 %"
+    return f"{min(99.999, max(0.001, 100 * count / whole)):.3f} %"
 
 
 def percent(value: float | None) -> str:
