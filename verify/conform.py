@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.reader import NUMPY_DTYPES, TensorReader
+from ..checkpoint.reader import TensorReader
 from ..repack.layout import Role, classify, module_names
-from ..repack.packing import decode
+from ..repack.packing import BF16, decode
 from .build import Build, PackedTensor
+from .exact import as_float32
 from .findings import Finding, error, listed, warning
 from .scheme import CONFIG, KEY, Scheme
 
@@ -97,8 +98,6 @@ def _parse(scheme: Scheme) -> tuple[QuantizationConfig | None, list[Finding]]:
 
 def find_modules(build: Build) -> Modules:
     """The real modules of the model that config.json names, built without memory."""
-    import torch
-
     try:
         model = _empty_model(build)
     except Exception:  # anything a foreign config can make a model class raise
@@ -109,7 +108,6 @@ def find_modules(build: Build) -> Modules:
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     parameters = frozenset(n for n in needed if n not in tied and not any(i in n for i in ignored))
     origin = f"{type(model).__name__} (transformers {version('transformers')})"
-    assert isinstance(model, torch.nn.Module)
     return Modules(named, origin, parameters)
 
 
@@ -198,34 +196,40 @@ def _decode_all(build: Build, config: QuantizationConfig) -> Iterator[Finding]:
 def _decodes_alike(
     tensor: PackedTensor, reader: TensorReader, decompressor: Any, scheme: Any
 ) -> bool:
-    ends = {(0, min(DECODED_ROWS, tensor.rows))}
-    ends.add((max(0, tensor.rows - DECODED_ROWS), tensor.rows))
+    """Both ends of a tensor, with the stored scale and with one cast to bf16 as loaders do."""
+    ends = {(0, min(DECODED_ROWS, tensor.rows)), (max(0, tensor.rows - DECODED_ROWS), tensor.rows)}
     for start, stop in sorted(ends):
         packed = reader.read_rows(tensor.packed, start, stop)
-        scale = reader.read_rows(tensor.scale, start, stop)
-        ours = decode(packed, scale, tensor.group_size)
-        theirs = _decompress(packed, scale, tensor, decompressor, scheme)
-        nan = np.isnan(ours.astype(np.float32)) & np.isnan(theirs.astype(np.float32))
-        if not ((ours.view(np.uint16) == theirs.view(np.uint16)) | nan).all():
-            return False
+        stored = as_float32(reader.read_rows(tensor.scale, start, stop))
+        with np.errstate(over="ignore", invalid="ignore"):
+            scales = (stored, stored.astype(BF16))
+        for scale in scales:
+            ours = decode(packed, scale, tensor.group_size)
+            theirs = _decompress(packed, scale, tensor, decompressor, scheme)
+            if not _same_bits(ours, theirs):
+                return False
     return True
+
+
+def _same_bits(ours: np.ndarray, theirs: np.ndarray) -> bool:
+    both_nan = np.isnan(ours) & np.isnan(theirs)
+    return bool(((ours.view(np.uint16) == theirs.view(np.uint16)) | both_nan).all())
 
 
 def _decompress(
     packed: np.ndarray, scale: np.ndarray, tensor: PackedTensor, decompressor: Any, scheme: Any
 ) -> np.ndarray:
-    """bf16[rows, columns] by compressed-tensors, multiplied in float32 as it does for such a scale.
-
-    The scale is given in float32: in a narrower dtype it would round each product to that first,
-    which for bfloat16 is the same number.
-    """
+    """bf16[rows, columns] by compressed-tensors, which multiplies in the scale's dtype."""
     import torch
 
     wide = torch.from_numpy(scale.astype(np.float32))
-    shape = torch.tensor([len(packed), tensor.columns])
-    state = {"weight_packed": torch.from_numpy(packed), "weight_scale": wide, "weight_shape": shape}
+    state = {
+        "weight_packed": torch.from_numpy(packed),
+        "weight_scale": wide.to(torch.bfloat16) if scale.dtype == BF16 else wide,
+        "weight_shape": torch.tensor([len(packed), tensor.columns]),
+    }
     weight = decompressor.decompress(state, scheme)["weight"]
-    return weight.to(torch.bfloat16).view(torch.int16).numpy().view(NUMPY_DTYPES["BF16"])
+    return weight.to(torch.bfloat16).view(torch.int16).numpy().view(BF16)
 
 
 def _missing(build: Build, parameters: frozenset[str]) -> Iterator[Finding]:
@@ -236,9 +240,7 @@ def _missing(build: Build, parameters: frozenset[str]) -> Iterator[Finding]:
         module, _, last = name.rpartition(".")
         last = "weight" if last == "weight_packed" else last
         stored |= {f"{m}.{last}" for m in module_names(module, model_type)}
-    absent = [
-        n for n in parameters if n not in stored and ".experts." not in n
-    ]
+    absent = [n for n in parameters if n not in stored and ".experts." not in n]
     text = [n for n in absent if n.startswith(build.prefix)]
     if text:
         what = f"{len(text)} text parameters are missing: {listed(text)}; vLLM does not notice"

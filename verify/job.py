@@ -24,9 +24,12 @@ from .copied import (
     read_head,
 )
 from .fidelity import Fidelity, Progress, compare_pair, sampled_bytes
-from .findings import Finding, error, warning
+from .findings import Finding, Severity, error, warning
 from .pairs import Pair, make_pairs, reference_modules, reference_name
+from .readers import file_findings, generation_findings, limit_findings, tensor_findings
 from .report import Report
+from .scales import Scales, scan_scales
+from .scheme import read_scheme, size_findings
 from .tally import Tally
 from .verdict import Judgement, Verdict, claims, damaged, judge
 
@@ -46,10 +49,18 @@ class Options:
     - `pattern`: only packed modules whose name matches (shell style); other tensors are then
       not compared.
     - `sample`: rows of each packed tensor instead of all; copied tensors are compared whole.
+    - `conformance`: whether compressed-tensors' own code is asked about the folder, which takes
+      the seconds that torch needs to be imported. Left out with `pattern` or `sample`.
     """
 
     pattern: str | None = None
     sample: int | None = None
+    conformance: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is compared."""
+        return self.pattern is None and self.sample is None
 
 
 def open_reference(source: Source) -> Reference:
@@ -86,10 +97,42 @@ def verify(
         origin = reference and reference.source
         return Report(source, name, origin, damaged(str(fault)), findings=(found,))
     report = _described(source, build, reference)
-    if reference is None:
-        text = f"not compared: no reference given, {len(build.packed):,} packed tensors"
-        return replace(report, judgement=Judgement(Verdict.UNCOMPARED, text))
-    return _compared(report, build, reference, options, progress)
+    if reference is not None:
+        report = _compared(report, build, reference, options, progress)
+    report = _conformed(report, build, options)
+    return report if reference is not None else replace(report, judgement=_uncompared(report))
+
+
+def _uncompared(report: Report) -> Judgement:
+    """The verdict on a folder alone."""
+    broken = [f for f in report.findings if f.severity is Severity.ERROR]
+    said = f"{len(broken)} error{'s' * (len(broken) != 1)}" if broken else "no error"
+    text = f"not compared: no reference given; {report.packed:,} packed tensors, {said} in the folder"
+    return Judgement(Verdict.UNCOMPARED, text)
+
+
+def _conformed(report: Report, build: Build, options: Options) -> Report:
+    """The report with what the folder's config, files and readers say."""
+    scheme, findings = read_scheme(build.checkpoint.config)
+    findings += size_findings(build, scheme)
+    findings += tensor_findings(build)
+    folder = report.reference.folder if report.reference else None
+    findings += file_findings(build, folder)
+    findings += generation_findings(build)
+    checks = ["headers, index and files agree", "packed, scale and shape tensors agree"]
+    if options.whole and options.conformance:
+        from .conform import conform
+
+        found, done = conform(build, scheme, complete=report.reference is None)
+        findings += found
+        checks += done
+    negative = report.total.negative_scales
+    if not (report.tensors and options.whole):
+        scales = scan_scales(build)
+        negative = scales.negative
+        findings += _scale_findings(build.name, scales)
+    findings += limit_findings(build, negative_scales=negative)
+    return replace(report, findings=(*report.findings, *findings), checks=tuple(checks))
 
 
 def _described(source: Source, build: Build, reference: Reference | None) -> Report:
@@ -127,13 +170,13 @@ def _compared(
         findings += copied_findings(copied, build)
     total = sum((t.tally for t in tensors), Tally())
     findings += _value_findings(build.name, total)
-    whole = options.pattern is None and options.sample is None
-    if whole:
+    findings += _scale_findings(build.name, Scales(non_finite=total.non_finite_scales))
+    if options.whole:
         findings += _claim_findings(build, total)
     found = (*report.findings, *findings)
     return replace(
         report,
-        judgement=judge(total, tensors, copied, found, partly=not whole),
+        judgement=judge(total, tensors, copied, found, partly=not options.whole),
         tensors=tensors,
         copied=copied,
         findings=found,
@@ -179,9 +222,6 @@ def reference_bytes(source: Source, reference: Reference, options: Options) -> i
 def _value_findings(where: str, total: Tally) -> list[Finding]:
     """Values that no sound build of a QAT checkpoint has."""
     found = []
-    if total.non_finite_scales:
-        what = f"{total.non_finite_scales:,} scales are NaN or infinite"
-        found.append(error("scale-not-finite", where, what, "export it again"))
     if total.reference_non_finite:
         what = f"{total.reference_non_finite:,} groups of the reference hold NaN or infinity"
         found.append(error("reference-damaged", where, what, "download the reference again"))
@@ -192,6 +232,13 @@ def _value_findings(where: str, total: Tally) -> list[Finding]:
         what = f"{total.uncertified:,} groups of the reference are on no positive 4-bit grid"
         found.append(warning("off-grid", where, what, "check that it is the QAT checkpoint"))
     return found
+
+
+def _scale_findings(where: str, scales: Scales) -> list[Finding]:
+    if not scales.non_finite:
+        return []
+    what = f"{scales.non_finite:,} scales are NaN or infinite"
+    return [error("scale-not-finite", where, what, "export it again")]
 
 
 def _claim_findings(build: Build, total: Tally) -> list[Finding]:
