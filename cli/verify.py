@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import click
 
 from .progress import byte_bar
 from .repack import cpu_only
-from .text import print_json, table, warn
+from .text import print_json, table
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
@@ -59,6 +59,30 @@ class _Threshold(click.ParamType):
     help="Fail below a share or above an error: identical=1.0, cast, unrounded, levels, on_level, "
     "relative_error, largest_error. Can be repeated.",
 )
+@click.option(
+    "--rederive",
+    is_flag=True,
+    help="Prove the build's manifest from the source: hashes, plan, and a share of the tensors "
+    "derived again byte for byte. Without --reference the source is fetched that it names.",
+)
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="Share of the tensors that --rederive derives.",
+)
+@click.option("--all", "derive_all", is_flag=True, help="--share 1.")
+@click.option(
+    "--load",
+    type=click.Choice(["transformers", "vllm"]),
+    help="Really load the folder in that reader and run it.",
+)
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write a level histogram and the error of each tensor as PNG into this folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all findings and figures as JSON.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the table for a model card.")
 @click.option("--write", is_flag=True, help="Write verify_report.json into each build's folder.")
@@ -69,14 +93,20 @@ def verify(
     tensors: str | None,
     sample: int | None,
     require: tuple[Threshold, ...],
+    rederive: bool,
+    share: float,
+    derive_all: bool,
+    load: str | None,
+    plots: Path | None,
     as_json: bool,
     as_markdown: bool,
     write: bool,
 ) -> None:
     """Is BUILD exactly the trained model, and does it load where it claims to?
 
-    BUILD is a packed W4A16 folder, or org/name[@revision] on the Hub. With --reference every packed value is
-    decoded and compared with the bf16 QAT checkpoint, and every other tensor byte for byte.
+    BUILD is a packed W4A16 folder, or org/name[@revision] on the Hub. With --reference every
+    packed value is decoded and compared with the bf16 QAT checkpoint, and every other tensor byte
+    for byte. Without it only the folder is checked: its files, its config, what readers demand.
 
     Exit status: 0 the build holds the trained model and nothing is wrong, 1 it does not, or an
     error was found, 2 wrong usage.
@@ -90,18 +120,27 @@ def verify(
         raise click.UsageError("choose one of --json and --markdown.")
     if reference is None and (tensors or sample or require or revision):
         raise click.UsageError("--tensors, --sample, --require and --revision need a --reference.")
-    from ..checkpoint.source import resolve_source
-    from ..verify.job import Options, open_reference
+    if derive_all and not rederive:
+        raise click.UsageError("--all belongs to --rederive.")
+    from ..verify.job import Options
+    from ..verify.plots import require_matplotlib, write_plots
     from ..verify.report import write_report
 
-    opened = None
-    if reference is not None:
-        opened = open_reference(resolve_source(reference, revision=revision))
+    if plots is not None:
+        require_matplotlib()
     sources = [_resolve(build) for build in builds]
-    options = Options(pattern=tensors, sample=sample)
+    opened = _reference(reference, revision, sources if rederive else [])
+    options = Options(
+        pattern=tensors,
+        sample=sample,
+        load=load,
+        rederive=(1.0 if derive_all else share) if rederive else None,
+    )
     reports = [_verify(source, opened, options, require) for source in sources]
     for report in reports if write else ():
         write_report(report, report.build.folder)
+    for report in reports if plots else ():
+        write_plots(report, plots)
     if as_json:
         print_json([r.to_json() for r in reports] if len(reports) > 1 else reports[0].to_json())
     elif as_markdown:
@@ -120,6 +159,25 @@ def _resolve(build: str) -> Source:
     if name and not Path(build).exists():
         return resolve_source(name, revision=revision)
     return resolve_source(build)
+
+
+def _reference(
+    reference: str | None, revision: str | None, builds: Sequence[Source]
+) -> Reference | None:
+    """The reference that was named, or else the source that the builds' manifest names."""
+    from ..checkpoint.source import resolve_source
+    from ..verify.job import open_reference
+    from ..verify.provenance import named_source
+
+    if reference is not None:
+        return open_reference(resolve_source(reference, revision=revision))
+    if not builds:
+        return None
+    origins = {named_source(build.folder) for build in builds}
+    if len(origins) > 1:
+        raise click.UsageError("the builds name different sources; give one at a time.")
+    name, commit = origins.pop()
+    return open_reference(resolve_source(name, revision=commit))
 
 
 def _verify(
@@ -149,13 +207,26 @@ def _print_reports(reports: Sequence[Report]) -> None:
         click.echo(said + "\n")
     for report in reports:
         click.echo(_wrapped(f"{report.name}: {report.judgement.text}."))
+    click.echo()
     for report in reports:
-        _print_findings(report)
+        for line in (*_findings(report), *_provenance(report)):
+            click.echo(_wrapped(line))
 
 
-def _print_findings(report: Report) -> None:
-    for finding in report.findings:
-        click.echo("\n" + _wrapped(f"{finding.severity}: {finding}"))
+def _findings(report: Report) -> Iterator[str]:
+    """Errors first."""
+    from ..verify.findings import Severity
+
+    for severity in Severity:
+        for finding in report.findings:
+            if finding.severity is severity:
+                yield f"{severity}: {finding}"
+
+
+def _provenance(report: Report) -> Iterator[str]:
+    if report.provenance is not None:
+        yield from (f"proven: {report.name}: {said}." for said in report.provenance.proven)
+        yield from (f"not proven: {report.name}: {said}." for said in report.provenance.unproven)
 
 
 def _print_markdown(reports: Sequence[Report]) -> None:

@@ -161,7 +161,7 @@ def _count(reference, level, scale, cast):
     """Per value, six bits each: identical, negative zero, unrounded, cast."""
     product = _bits(scale * level, U32)
     decoded = _to_bf16(product)
-    zero = (reference == U32(0x80000000)) & (decoded == U32(0))
+    zero = (reference ^ decoded == U32(0x80000000)) & (reference << U32(1) == U32(0))
     counts = _flag(decoded == reference) + _flag(zero, 1 << 6)
     counts += _flag(product == reference, 1 << 12)
     if cast is not None:

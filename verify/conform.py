@@ -45,8 +45,8 @@ class Modules:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torch and transformers print while loading off our output."""
+def quiet() -> Iterator[None]:
+    """Keep what torch and transformers print off our output."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
@@ -61,7 +61,7 @@ def conform(build: Build, scheme: Scheme, *, complete: bool) -> tuple[list[Findi
 
     `complete`: whether missing tensors are told too; a reference tells them better.
     """
-    with _quiet():
+    with quiet():
         config, findings = _parse(scheme)
         modules = find_modules(build)
         checks = [f"config.json by the schema of compressed-tensors {_version()}"]
@@ -179,7 +179,9 @@ def _decode_all(build: Build, config: QuantizationConfig) -> Iterator[Finding]:
     differ: list[str] = []
     with TensorReader() as reader:
         for tensor in build.packed.values():
-            by_size = [s for s in schemes if s.weights and s.weights.group_size == tensor.group_size]
+            by_size = [
+                s for s in schemes if s.weights and s.weights.group_size == tensor.group_size
+            ]
             try:
                 same = _decodes_alike(tensor, reader, decompressor, (by_size or schemes)[0])
             except Exception as fault:  # whatever its checks raise

@@ -90,7 +90,9 @@ def compare_copied(
     }
     theirs = {n: t for n, t in reference.checkpoint.tensors.items() if n not in used}
     common = [n for n in theirs if n in ours]
-    same = dict(zip(common, _compare([(ours[n], theirs[n]) for n in common], progress), strict=True))
+    same = dict(
+        zip(common, _compare([(ours[n], theirs[n]) for n in common], progress), strict=True)
+    )
     dropped = _dropped(build, reference, [n for n in theirs if n not in ours])
     text = [n for n in common if reference.roles[n] in _TEXT]
     identical = tuple(n for n in common if same[n])
@@ -195,7 +197,9 @@ def copied_findings(copied: Copied, build: Build) -> Iterator[Finding]:
         what += f" from the reference: {listed(copied.differ)}"
         yield error("copied-differ", where, what, "copy them again, or give the right reference")
     if copied.missing:
-        what = f"{len(copied.missing)} tensors of the reference are missing: {listed(copied.missing)}"
+        what = (
+            f"{len(copied.missing)} tensors of the reference are missing: {listed(copied.missing)}"
+        )
         yield error("copied-missing", where, f"{what}; vLLM does not notice", "export it again")
     if added := [n for n in copied.added if not n.endswith("lm_head.weight") and n in names]:
         what = f"{len(added)} tensors that the reference does not have: {listed(added)}"

@@ -67,7 +67,7 @@ def tally_numpy(
     tally = Tally(
         values=bits.size,
         identical=int(same.sum()),
-        negative_zeros=int(((bits == 0x8000) & (decoded.view(np.uint16) == 0)).sum()),
+        negative_zeros=int(((magnitude == 0) & (decoded.view(np.uint16) ^ bits == 0x8000)).sum()),
         unrounded=int((product.view(np.uint32) == bits.astype(np.uint32) << 16).sum()),
         cast=int((cast.view(np.uint16) == bits).sum()),
         groups=len(bits),
@@ -99,9 +99,7 @@ def _value(bits: np.ndarray) -> np.ndarray:
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
 
 
-def _largest(
-    off: np.ndarray, value: np.ndarray, magnitude: np.ndarray, peak: np.ndarray
-) -> float:
+def _largest(off: np.ndarray, value: np.ndarray, magnitude: np.ndarray, peak: np.ndarray) -> float:
     relative_to = np.where(magnitude >= TINY, np.abs(value), _value(peak)[:, None])
     with np.errstate(all="ignore"):
         ratio = np.where(relative_to > 0, off / relative_to, off > 0)

@@ -47,8 +47,8 @@ class Fidelity:
             "shape": list(self.shape),
             "group_size": self.group_size,
             "scale_dtype": self.scale_dtype,
-            "first_wrong": self.first_wrong and dict(zip(("row", "group"), self.first_wrong,
-                                                         strict=True)),  # fmt: skip
+            "first_wrong": self.first_wrong
+            and dict(zip(("row", "group"), self.first_wrong, strict=True)),  # fmt: skip
             **self.tally.to_json(),
         }
 
@@ -167,13 +167,17 @@ class _Slot:
             (pair.tensor.packed, 0),
             (pair.tensor.scale, 0),
         )
-        for (tensor, start), nbytes, buffer in zip(sources, self._bytes, self._buffers, strict=True):
+        for (tensor, start), nbytes, buffer in zip(
+            sources, self._bytes, self._buffers, strict=True
+        ):
             filled = 0
             for span in spans:
                 end = filled + len(span) * nbytes
                 reader.read_into(tensor, start + span.start * nbytes, buffer[filled:end])
                 filled = end
-        bits, packed, scale = (b[: count * n] for b, n in zip(self._buffers, self._bytes, strict=True))
+        bits, packed, scale = (
+            b[: count * n] for b, n in zip(self._buffers, self._bytes, strict=True)
+        )
         index = spans[0] if len(spans) == 1 else np.concatenate([np.asarray(s) for s in spans])
         return _Block(
             index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,17 +15,16 @@ from ..checkpoint.source import Source
 from ..repack.layout import Layout, read_layout, refuse_packed
 from .build import Build, open_build
 from .copied import (
-    Copied,
-    Head,
     compare_copied,
     copied_bytes,
     copied_findings,
     head_findings,
     read_head,
 )
-from .fidelity import Fidelity, Progress, compare_pair, sampled_bytes
+from .fidelity import Progress, compare_pair, sampled_bytes
 from .findings import Finding, Severity, error, warning
 from .pairs import Pair, make_pairs, reference_modules, reference_name
+from .provenance import derived_bytes, rederive
 from .readers import file_findings, generation_findings, limit_findings, tensor_findings
 from .report import Report
 from .scales import Scales, scan_scales
@@ -51,11 +50,15 @@ class Options:
     - `sample`: rows of each packed tensor instead of all; copied tensors are compared whole.
     - `conformance`: whether compressed-tensors' own code is asked about the folder, which takes
       the seconds that torch needs to be imported. Left out with `pattern` or `sample`.
+    - `rederive`: share of tensors to derive again from the source, which is the reference.
+    - `load`: "transformers" or "vllm", to really load the folder there.
     """
 
     pattern: str | None = None
     sample: int | None = None
     conformance: bool = True
+    rederive: float | None = None
+    load: str | None = None
 
     @property
     def whole(self) -> bool:
@@ -100,6 +103,10 @@ def verify(
     if reference is not None:
         report = _compared(report, build, reference, options, progress)
     report = _conformed(report, build, options)
+    if reference is not None and options.rederive is not None:
+        folder, layout = reference.source.folder, reference.layout
+        proof, found = rederive(build, folder, layout, share=options.rederive, progress=progress)
+        report = replace(report, provenance=proof, findings=(*report.findings, *found))
     return report if reference is not None else replace(report, judgement=_uncompared(report))
 
 
@@ -107,7 +114,9 @@ def _uncompared(report: Report) -> Judgement:
     """The verdict on a folder alone."""
     broken = [f for f in report.findings if f.severity is Severity.ERROR]
     said = f"{len(broken)} error{'s' * (len(broken) != 1)}" if broken else "no error"
-    text = f"not compared: no reference given; {report.packed:,} packed tensors, {said} in the folder"
+    text = (
+        f"not compared: no reference given; {report.packed:,} packed tensors, {said} in the folder"
+    )
     return Judgement(Verdict.UNCOMPARED, text)
 
 
@@ -124,6 +133,12 @@ def _conformed(report: Report, build: Build, options: Options) -> Report:
         from .conform import conform
 
         found, done = conform(build, scheme, complete=report.reference is None)
+        findings += found
+        checks += done
+    if options.load is not None:
+        from .load import load_in
+
+        found, done = load_in(options.load, build)
         findings += found
         checks += done
     negative = report.total.negative_scales
@@ -160,9 +175,7 @@ def _compared(
 ) -> Report:
     pairs, findings = select(build, reference.layout, options)
     with TensorReader() as reader:
-        tensors = [
-            compare_pair(p, reader, sample=options.sample, progress=progress) for p in pairs
-        ]
+        tensors = [compare_pair(p, reader, sample=options.sample, progress=progress) for p in pairs]
     copied = None
     if options.pattern is None:
         used = sources(build, reference.layout)
@@ -185,9 +198,7 @@ def _compared(
     )
 
 
-def select(
-    build: Build, reference: Layout, options: Options
-) -> tuple[list[Pair], list[Finding]]:
+def select(build: Build, reference: Layout, options: Options) -> tuple[list[Pair], list[Finding]]:
     """The packed modules to compare. Raises `QatpackError` where the pattern matches none."""
     pairs, findings = make_pairs(build, reference, reference_modules(reference))
     pattern = options.pattern
@@ -216,6 +227,9 @@ def reference_bytes(source: Source, reference: Reference, options: Options) -> i
     total = sum(sampled_bytes(p, options.sample) for p in pairs)
     if options.pattern is None:
         total += copied_bytes(reference.layout, sources(build, reference.layout))
+    if options.rederive is not None:
+        total += sum(derived_bytes(manifest_of(build)))
+        total += int(options.rederive * reference.layout.checkpoint.tensor_bytes)
     return total
 
 

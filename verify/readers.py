@@ -63,7 +63,9 @@ def limit_findings(build: Build, *, negative_scales: int) -> Iterator[Finding]:
         what = f"experts are packed stacked: {TRANSFORMERS} fails, {VLLM} mostly"
         yield error("experts", where, what, "unfuse them, as `qatpack repack` does")
     if 32 in {t.group_size for t in build.packed.values()}:
-        yield note("kernel", where, f"groups of 32: {VLLM} runs Marlin, its Machete has no such size")
+        yield note(
+            "kernel", where, f"groups of 32: {VLLM} runs Marlin, its Machete has no such size"
+        )
     multimodal = "vision_config" in build.checkpoint.config
     if modules and multimodal and build.prefix != "model.language_model.":
         what = f"text tensors are named {build.prefix}*: {TPU} wants model.language_model.*"
@@ -108,7 +110,9 @@ def file_findings(build: Build, reference: Path | None) -> Iterator[Finding]:
         yield error("file-missing", f"{build.name}/config.json", "missing or empty", "export again")
     yield from lacks(_TOKENIZERS, "no reader tokenizes without it", needed=True)
     yield from lacks(("tokenizer_config.json",), "special tokens come from it", needed=False)
-    yield from lacks(("generation_config.json",), "generation does not stop at <turn|>", needed=False)
+    yield from lacks(
+        ("generation_config.json",), "generation does not stop at <turn|>", needed=False
+    )
     if "vision_config" in config:
         processors = ("processor_config.json", "preprocessor_config.json")
         yield from lacks(processors, f"{VLLM} needs it for the multimodal class", needed=True)

@@ -57,6 +57,7 @@ def unmet(report: Report, thresholds: Iterable[Threshold]) -> list[Finding]:
         met = figure is not None and (figure >= wanted.value if least else figure <= wanted.value)
         if not met:
             said = "was not measured" if figure is None else f"is {figure:.6g}"
-            what = f"{wanted.name} {said}, required is {'at least' if least else 'at most'} {wanted.value:g}"
+            bound = "at least" if least else "at most"
+            what = f"{wanted.name} {said}, required is {bound} {wanted.value:g}"
             found.append(error("required", report.name, what))
     return found

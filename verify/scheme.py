@@ -130,7 +130,7 @@ def size_findings(build: Build, scheme: Scheme) -> Iterator[Finding]:
     if odd:
         sizes = ", ".join(str(s) for s in sorted({t.group_size for t in odd}))
         stated = ", ".join(map(str, scheme.group_sizes))
-        what = f"scales of {len(odd)} modules are for groups of {sizes}, config.json states {stated}"
+        what = f"{len(odd)} modules have scales for groups of {sizes}, config.json states {stated}"
         yield error("group-size", listed(t.module for t in odd), what, "export it again")
 
 

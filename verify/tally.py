@@ -23,7 +23,7 @@ class Tally:
     identical: int = 0
     """Values that decode to the reference's bits."""
     negative_zeros: int = 0
-    """Values -0.0 in the reference and 0.0 decoded: equal, but 4 bits have no sign of zero."""
+    """Zeros that decode to the zero of the other sign: equal, but 4 bits have no sign of zero."""
     unrounded: int = 0
     """Values that scale * level equals even before it is rounded to bf16."""
     cast: int = 0

@@ -79,13 +79,13 @@ def judge(
         if broken:
             return damaged(_first(broken))
         return Judgement(Verdict.UNPACKED, "not packed: no packed tensor was compared")
-    if not broken and (rounded := _rerounded(total)):
+    if not broken and (rounded := _rerounded(total, tensors)):
         return Judgement(Verdict.REROUNDED, rounded)
     if broken:
         return damaged(_first(broken))
     if copied is not None and copied.differ:
-        count = len(copied.differ) + len(copied.identical)
-        return damaged(f"{len(copied.differ)} of {count} copied tensors differ ({copied.differ[0]})")
+        differ, count = len(copied.differ), len(copied.differ) + len(copied.identical)
+        return damaged(f"{differ} of {count} copied tensors differ ({copied.differ[0]})")
     if fault := _wrong_groups(total, tensors):
         return damaged(fault)
     return _good(total, tensors, " in the part compared" if partly else "")
@@ -101,7 +101,7 @@ def _foreign(copied: Copied) -> Judgement:
     return Judgement(Verdict.FOREIGN, f"not derived from this reference: {text}")
 
 
-def _rerounded(total: Tally) -> str | None:
+def _rerounded(total: Tally, tensors: Sequence[Fidelity]) -> str | None:
     """How the build was rounded anew, or None."""
     if total.exact:
         return None
@@ -115,11 +115,13 @@ def _rerounded(total: Tally) -> str | None:
         return f"re-rounded: {shared} of the reference's groups are on no 4-bit grid, {error}"
     if (total.relative_error or 0) > UNLIKE:
         return None
-    if not total.compared:
-        return f"re-rounded: groups are not the trained ones of 32, {error}"
+    if regrouped := [t for t in tensors if not t.tally.exact and not t.tally.compared]:
+        of = f"{len(regrouped)} of {len(tensors)} packed tensors"
+        return f"re-rounded: {of} have other groups than the trained ones of 32, {error}"
     if total.wrong > FEW * total.compared:
         shared = part(total.wrong, total.compared)
-        return f"re-rounded: levels or steps are not the trained ones in {shared} of groups, {error}"
+        what = f"levels or steps are not the trained ones in {shared} of groups"
+        return f"re-rounded: {what}, {error}"
     return None
 
 
