@@ -125,8 +125,7 @@ def write_shard(
     counts: dict[str, Counts] = {}
     for spec in writer.layout.specs:
         if spec.source is not None:
-            writer.copy(spec.name, reader.descriptor(spec.source.file))
-            progress(spec.nbytes)
+            writer.copy(spec, reader.descriptor(spec.source.file), progress)
     for spec in writer.layout.specs:
         if module := modules.get(spec.name):
             counts[module.module] = pack_module(module, reader, writer, scale_dtype, progress)

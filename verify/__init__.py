@@ -1,1 +1,1 @@
-"""Whether a build is exactly the trained model, loads where it claims to, and was made as it says."""
+"""Whether a build is exactly the trained model, and loads where it claims to."""

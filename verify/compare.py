@@ -17,11 +17,12 @@ import numpy as np
 from jax import lax
 
 from ..repack.grid import GROUP, cpu
-from ..repack.kernel import MAGIC, MAGIC_BITS
 from .exact import ON_LEVEL, ONE_ULP, STEP_ULPS, TINY, Certified, as_float32, tally_numpy
 from .tally import BETWEEN, LEVELS, Tally
 
 F32, I32, U32 = np.float32, np.int32, np.uint32
+# Adding 2^23 to 0 <= x < 2^22 leaves rint(x) in the low mantissa bits.
+MAGIC, MAGIC_BITS = F32(2.0**23), 0x4B000000
 
 BLOCK_VALUES = 1 << 20
 """Values in the largest compiled block: 2 MiB of reference."""

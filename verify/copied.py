@@ -193,8 +193,9 @@ def copied_findings(copied: Copied, build: Build) -> Iterator[Finding]:
     """What is wrong with the tensors that should be the reference's."""
     names, where = build.checkpoint.tensors, build.name
     if copied.differ:
-        what = f"{len(copied.differ)} of {len(copied.differ) + len(copied.identical)} copied tensors differ"
-        what += f" from the reference: {listed(copied.differ)}"
+        differ, whole = len(copied.differ), len(copied.differ) + len(copied.identical)
+        what = f"{differ} of {whole} copied tensors differ from the reference"
+        what += f": {listed(copied.differ)}"
         yield error("copied-differ", where, what, "copy them again, or give the right reference")
     if copied.missing:
         what = (

@@ -1,4 +1,4 @@
-"""The figures of a comparison by definition, in numpy: for odd groups, and as the tests' measure."""
+"""The figures of a comparison by definition, in numpy: for odd groups, and for the tests."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class Fidelity:
             "shape": list(self.shape),
             "group_size": self.group_size,
             "scale_dtype": self.scale_dtype,
-            "first_wrong": self.first_wrong
-            and dict(zip(("row", "group"), self.first_wrong, strict=True)),  # fmt: skip
+            "first_wrong": self.first_wrong and list(self.first_wrong),
             **self.tally.to_json(),
         }
 

@@ -1,4 +1,4 @@
-"""Two pictures of one report: where the peaks fall, and the error of each tensor. Needs matplotlib."""
+"""Two pictures of a report: where peaks fall, and each tensor's error. Needs matplotlib."""
 
 from __future__ import annotations
 
