@@ -108,9 +108,9 @@ def conventions(reports: Sequence[Report]) -> str:
     part_only = next((r for r in reports if r.sample or r.pattern), None)
     looked = ""
     if part_only is not None and part_only.sample:
-        looked = f" {part_only.sample} rows of each packed tensor."
+        looked = f"\nCompared: {part_only.sample} rows of each packed tensor."
     if part_only is not None and part_only.pattern:
-        looked += f" Only {part_only.pattern}."
+        looked += f"\nOnly {part_only.pattern}."
     return (
         f"identical: decoded as {DECODE}; cast: bf16(scale) first, as vLLM and transformers.\n"
         "error: Frobenius norm of decoded - reference over that of the reference; peaks in %."
