@@ -39,10 +39,7 @@ def run(command):
     watcher.join()
     seconds, after = time.perf_counter() - begun, os.times()
     cpu = (
-        after.children_user
-        - before.children_user
-        + after.children_system
-        - before.children_system
+        after.children_user - before.children_user + after.children_system - before.children_system
     )
     if process.returncode:
         raise SystemExit(f"{command} failed with {process.returncode}")
