@@ -111,25 +111,29 @@ def find_fault(module: PackedModule, reader: TensorReader, progress: Progress) -
     return None
 
 
-def write_shard(
+def copy_tensors(writer: ShardWriter, reader: TensorReader, progress: Progress) -> None:
+    """Let the kernel copy the pass-through tensors of one shard."""
+    for spec in writer.layout.specs:
+        if spec.source is not None:
+            writer.copy(spec, reader.descriptor(spec.source.file), progress)
+
+
+def pack_tensors(
     writer: ShardWriter,
     modules: Mapping[str, PackedModule],
     reader: TensorReader,
     scale_dtype: ScaleDtype,
     progress: Progress,
 ) -> dict[str, Counts]:
-    """Fill one shard: the kernel's copies, then the packed modules. Returns counts by module.
+    """Recover and write the packed modules of one shard; counts by module.
 
     `modules`: the module of each `.weight_packed` name.
     """
-    counts: dict[str, Counts] = {}
-    for spec in writer.layout.specs:
-        if spec.source is not None:
-            writer.copy(spec, reader.descriptor(spec.source.file), progress)
-    for spec in writer.layout.specs:
-        if module := modules.get(spec.name):
-            counts[module.module] = pack_module(module, reader, writer, scale_dtype, progress)
-    return counts
+    return {
+        module.module: pack_module(module, reader, writer, scale_dtype, progress)
+        for spec in writer.layout.specs
+        if (module := modules.get(spec.name)) is not None
+    }
 
 
 def source_bytes(layout: ShardLayout, modules: Mapping[str, PackedModule]) -> int:

@@ -17,7 +17,7 @@ from qatpack.checkpoint.folder import INDEX_NAME, Checkpoint
 from qatpack.checkpoint.manifest import MANIFEST_NAME
 from qatpack.checkpoint.reader import TensorReader
 from qatpack.checkpoint.source import Source, resolve_source
-from qatpack.repack import finish, job
+from qatpack.repack import finish, job, shards
 from qatpack.repack.journal import JOURNAL_NAME
 from qatpack.repack.packing import decode
 from qatpack.repack.plan import Options
@@ -347,13 +347,13 @@ def stopped(tmp_path, source, monkeypatch):
 
 def written_shards(monkeypatch):
     made = []
-    real = job.ShardWriter
+    real = shards.ShardWriter
 
     def spy(folder, layout):
         made.append(layout.file_name)
         return real(folder, layout)
 
-    monkeypatch.setattr(job, "ShardWriter", spy)
+    monkeypatch.setattr(shards, "ShardWriter", spy)
     return made
 
 
@@ -371,14 +371,14 @@ def test_resume_reuses_what_is_finished(tmp_path, source, stopped, monkeypatch):
 
 
 def test_resume_does_not_trust_a_changed_shard(tmp_path, source, stopped, monkeypatch):
-    shards = sorted(stopped.glob("*.safetensors"))
-    data = bytearray(shards[0].read_bytes())
+    files = sorted(stopped.glob("*.safetensors"))
+    data = bytearray(files[0].read_bytes())
     data[-1] ^= 1
-    shards[0].write_bytes(data)
-    shards[1].unlink()
+    files[0].write_bytes(data)
+    files[1].unlink()
     made = written_shards(monkeypatch)
     run(source, tmp_path / "out", SMALL, resume=True)
-    assert made == [shards[0].name, shards[1].name]
+    assert made == [files[0].name, files[1].name]
     monkeypatch.undo()
     run(source, tmp_path / "whole", SMALL)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
@@ -421,15 +421,15 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from qatpack.checkpoint.source import resolve_source
-from qatpack.repack import job
+from qatpack.repack import job, shards
 from qatpack.repack.plan import Options
-real = job.ShardWriter.commit
+real = shards.ShardWriter.commit
 def slow(self):
     path = real(self)
     print(path.name, flush=True)
     time.sleep(0.3)
     return path
-job.ShardWriter.commit = slow
+shards.ShardWriter.commit = slow
 job.repack(resolve_source(sys.argv[1]), Path(sys.argv[2]), Options(shard_bytes=40_000))
 """
 
@@ -448,3 +448,45 @@ def test_killed_in_the_middle_and_resumed(tmp_path, source, shards):
     run(source, tmp_path / "out", SMALL, resume=True)
     run(source, tmp_path / "whole", SMALL)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+MEASURED = """
+import sys, threading, time
+from pathlib import Path
+from qatpack.checkpoint.source import resolve_source
+from qatpack.repack import job
+
+peak, done = 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.005):
+        text = open("/proc/self/status").read()
+        peak = max(peak, int(text.split("RssAnon:")[1].split()[0]))
+
+thread = threading.Thread(target=watch)
+thread.start()
+job.repack(resolve_source(sys.argv[1]), Path(sys.argv[2]))
+done.set()
+thread.join()
+print(peak * 1024)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_tensors(tmp_path):
+    """One tensor to pack and one to copy, each as large as all memory that the job may own."""
+    rng = np.random.default_rng(0)
+    big = {
+        f"{tiny.TEXT}embed_tokens.weight": np.tile(tiny.grid(rng, 512, 4096), (64, 1)),
+        f"{tiny.TEXT}layers.0.mlp.up_proj.weight": np.tile(tiny.grid(rng, 512, 4096), (64, 1)),
+    }
+    folder = tiny.write(tmp_path / "c", tiny.tensors() | big)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / "out")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert sum(a.nbytes for a in big.values()) > 500_000_000
+    assert int(done.stdout) < 260_000_000
