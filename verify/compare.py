@@ -23,6 +23,8 @@ from .tally import BETWEEN, LEVELS, Tally
 F32, I32, U32 = np.float32, np.int32, np.uint32
 # Adding 2^23 to 0 <= x < 2^22 leaves rint(x) in the low mantissa bits.
 MAGIC, MAGIC_BITS = F32(2.0**23), 0x4B000000
+# Fixed point of the squares: see `_sum_rows`. An error of the peak's size is beyond it.
+ERROR_BITS, NORM_BITS, FIXED_END = 22, 20, F32(2.0**22)
 
 BLOCK_VALUES = 1 << 20
 """Values in the largest compiled block: 2 MiB of reference."""
@@ -55,8 +57,10 @@ class Pending:
 
     def result(self) -> tuple[Tally, np.ndarray]:
         """Wait: the sums, and the indices of the wrong groups (levels or step)."""
-        totals, flags, error, norm, largest = (np.asarray(x) for x in self.raw)
-        tally = self._tally(totals, error, norm, float(largest))
+        totals, flags, error, norm, power, largest = (np.asarray(x) for x in self.raw)
+        squared = power.astype(np.float64) ** 2
+        squares = [float(x @ squared) / 2**b for x, b in ((error, ERROR_BITS), (norm, NORM_BITS))]
+        tally = self._tally(totals, *squares, float(largest))
         wrong = flags[: len(self.scale)] & WRONG != 0
         odd = np.flatnonzero(flags[: len(self.scale)] & ODD)
         if odd.size:
@@ -65,9 +69,7 @@ class Pending:
             wrong[odd] = wrong_odd
         return tally, np.flatnonzero(wrong)
 
-    def _tally(
-        self, totals: np.ndarray, error: np.ndarray, norm: np.ndarray, largest: float
-    ) -> Tally:
+    def _tally(self, totals: np.ndarray, error: float, norm: float, largest: float) -> Tally:
         named = dict(zip(TOTALS, totals.tolist(), strict=True))
         peaks = [named.pop(f"peak{m}") for m in range(BETWEEN + 1)]
         peaks[0] -= self.padding
@@ -81,8 +83,8 @@ class Pending:
             groups=groups,
             zero_groups=peaks[0],
             peak_levels=tuple(peaks),
-            error=float(error.sum(dtype=np.float64)),
-            norm=float(norm.sum(dtype=np.float64)),
+            error=error,
+            norm=norm,
             largest=largest,
         )
 
@@ -112,7 +114,8 @@ def dispatch(
         fill = ((certified.packed, LEVEL_0), (certified.peak, 0), (certified.step, 1))
         arrays += [_pad(a, groups, f) for a, f in fill]
         arrays.append(_pad(certified.proved.view(np.uint8), groups, 1))
-    on_device = [jax.device_put(a, cpu()) for a in arrays]
+    # All at once: a call costs a tenth of a block.
+    on_device = jax.device_put(arrays, cpu())
     raw = _compare(*on_device, size=size, cast=scale.dtype.itemsize != 2 or scale.dtype == "f2")
     return Pending(bits, packed, scale, certified, groups - len(bits), raw)
 
@@ -158,8 +161,8 @@ def _levels(packed):
     return low, high
 
 
-def _count(reference, level, scale, cast):
-    """Per value, six bits each: identical, negative zero, unrounded, cast."""
+def _terms(reference, level, scale, cast, unit, peak):
+    """Per value: counts, error and norm in fixed point, relative error; see `_sum_rows`."""
     product = _bits(scale * level, U32)
     decoded = _to_bf16(product)
     zero = (reference ^ decoded == U32(0x80000000)) & (reference << U32(1) == U32(0))
@@ -167,18 +170,23 @@ def _count(reference, level, scale, cast):
     counts += _flag(product == reference, 1 << 12)
     if cast is not None:
         counts += _flag(_to_bf16(_bits(cast * level, U32)) == reference, 1 << 18)
-    return counts
+    off = jnp.abs(_bits(decoded, F32) - _bits(reference, F32))
+    error = (off * unit) ** 2 * F32(2**ERROR_BITS)
+    counts += _flag(error >= FIXED_END, 1 << 24)
+    value = _bits(reference, F32) * unit
+    fixed = (_fixed(jnp.minimum(error, FIXED_END)), _fixed(value * value * F32(2**NORM_BITS)))
+    return counts, *fixed, _relative(reference, off, peak)
 
 
-def _off(reference, level, scale):
-    return _bits(_to_bf16(_bits(scale * level, U32)), F32) - _bits(reference, F32)
+def _fixed(x):
+    """rint of 0 <= x <= 2^22, with `MAGIC_BITS` still added, uint32."""
+    return _bits(x + MAGIC, U32)
 
 
-def _relative(reference, level, scale, peak):
-    """|decoded - reference| over |reference|, over `peak` where that is 0: as int32 bits."""
+def _relative(reference, off, peak):
+    """Bits of `off` over |reference|, or over `peak` where that is 0: int32."""
     magnitude = reference & U32(0x7FFFFFFF)
     divisor = jnp.where(magnitude < U32(TINY << 16), peak, _bits(magnitude, F32))
-    off = jnp.abs(_off(reference, level, scale))
     # A group of zeros has the divisor 0: nothing off is no error, anything else counts as 1.
     ratio = jnp.where(divisor == F32(0), _flag(off > F32(0), 0x3F800000), _bits(off / divisor, U32))
     return _bits(ratio, I32)
@@ -201,10 +209,10 @@ def _sum(flags):
 
 @functools.partial(jax.jit, static_argnames=("size", "cast"))
 def _compare(words, packed, scale, *certified, size, cast):
-    """Totals, flags[groups], error[rows], norm[rows], largest of one block.
+    """Totals, flags[groups], error, norm and power[rows], and largest of one block.
 
-    The words of a group lie in `ratio` rows. Reductions over a row are over integers or a dot
-    product: XLA does not vectorise a float sum.
+    The words of a group lie in `ratio` rows. All reductions are over integers: XLA does not
+    vectorise a float sum, and its order could change from machine to machine.
     """
     ratio = size // packed.shape[1] // 2
     magnitude = jnp.maximum((words << U32(16)) & U32(0x7FFF0000), words & U32(0x7FFF0000))
@@ -214,13 +222,16 @@ def _compare(words, packed, scale, *certified, size, cast):
     normal = (absolute >= SMALL) & (absolute <= LARGE) & (peak <= LARGE)
     # By its bits: XLA on a CPU flushes a denormal peak to zero.
     normal &= (peak >= SMALL) | (_bits(peak, U32) == U32(0))
-    keep = jnp.repeat(normal, ratio) if ratio > 1 else normal
     row_scale = jnp.repeat(scale, ratio) if ratio > 1 else scale
 
-    counts, error, norm, largest = (
-        jnp.where(keep, s, s.dtype.type(0))
-        for s in _sum_rows(words, packed, row_scale[:, None], row_peak[:, None], cast)
-    )
+    power = _bits(_bits(row_peak, U32) & U32(0x7F800000), F32)
+    *sums, largest = _sum_rows(words, packed, row_scale, row_peak, power, cast)
+    over, _ = _per_group(_bits(sums[0] >> U32(24), I32), ratio)
+    normal &= over == I32(0)
+    keep = jnp.repeat(normal, ratio) if ratio > 1 else normal
+    counts, error, norm = (jnp.where(keep, s, U32(0)) for s in sums)
+    power = jnp.where(keep, power, F32(0))
+
     shifts = (0, 6, 12, 18 if cast else 0)
     totals = [((counts >> U32(shift)) & U32(63)).sum() for shift in shifts]
     none = jnp.zeros_like(normal)
@@ -228,25 +239,35 @@ def _compare(words, packed, scale, *certified, size, cast):
     facts = (differ, off, *_peak_facts(peak, scale))
     totals += _sum([normal & fact for fact in facts])
     flags = _flag(~normal, ODD) | _flag(differ | off, WRONG)
-    most = _bits(largest.max(), F32)
-    return jnp.stack(totals).astype(I32), flags.astype(jnp.uint8), error, norm, most
+    most = _bits(jnp.where(keep, largest, I32(0)).max(), F32)
+    return jnp.stack(totals).astype(I32), flags.astype(jnp.uint8), error, norm, power, most
 
 
-def _sum_rows(words, packed, scale, peak, cast):
-    """Over the values of each row: packed counts, error, norm, largest (int32 bits)."""
-    rounded = _bits(_to_bf16(_bits(scale, U32)), F32) if cast else None
-    columns = list(zip((words << U32(16), words & U32(0xFFFF0000)), _levels(packed), strict=True))
-    ones = jnp.ones(packed.shape[1], F32)
-    counts = sum(_count(r, q, scale, rounded) for r, q in columns)
-    error = sum(_off(r, q, scale) ** 2 for r, q in columns)
-    norm = sum(_bits(r, F32) ** 2 for r, _ in columns)
-    relative = [_relative(r, q, scale, peak) for r, q in columns]
-    return (
-        lax.reduce(counts, U32(0), lax.add, (1,)),
-        jnp.dot(error, ones),
-        jnp.dot(norm, ones),
-        lax.reduce(jnp.maximum(*relative), I32(0), jnp.maximum, (1,)),
+def _sum_rows(words, packed, scale, peak, power, cast):
+    """Over the values of each row, in one pass over the words.
+
+    Counts, six bits each: identical, zeros of the other sign, unrounded, cast, beyond the fixed
+    point. Error and norm, sums of squares in units of `power`^2 * 2^-ERROR_BITS and -NORM_BITS,
+    uint32, where `power` <= peak < 2 * power: exact for values and differences of levels 1..8,
+    which are multiples of 2^-11 * power. Largest relative error, int32 bits.
+    """
+    rounded = _bits(_to_bf16(_bits(scale, U32)), F32)[:, None] if cast else None
+    unit = _bits(U32(254 << 23) - _bits(power, U32), F32)[:, None]
+    low, high = (
+        _terms(reference, level, scale[:, None], rounded, unit, peak[:, None])
+        for reference, level in zip(
+            (words << U32(16), words & U32(0xFFFF0000)), _levels(packed), strict=True
+        )
     )
+    start = (U32(0), U32(0), U32(0), I32(0))
+    counts, error, norm, largest = lax.reduce(_combine(low, high), start, _combine, (1,))
+    excess = U32(2 * words.shape[1] * MAGIC_BITS % 2**32)
+    return counts, error - excess, norm - excess, largest
+
+
+def _combine(a, b):
+    """Three sums and a maximum."""
+    return (*(x + y for x, y in zip(a[:3], b[:3], strict=True)), jnp.maximum(a[3], b[3]))
 
 
 def _wrong(packed, scale, certified, peak, step, proved):

@@ -17,7 +17,7 @@ from .fidelity import Progress
 from .findings import Finding, error, listed, warning
 from .pairs import reference_name
 
-BLOCK = 1 << 22
+BLOCK = 1 << 19
 THREADS = 2
 _TEXT = (Role.TEXT, Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.ROUTER, Role.LINEAR)
 
