@@ -115,11 +115,23 @@ def _empty_model(build: Build) -> torch.nn.Module:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(build.folder, local_files_only=True)
+    _refuse_giants(build)
+    config = transformers.AutoConfig.from_pretrained(
+        build.folder, local_files_only=True, trust_remote_code=False
+    )
     architecture = (config.architectures or [""])[0]
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         return getattr(transformers, architecture)(config)
+
+
+def _refuse_giants(build: Build) -> None:
+    """A config of more layers than the folder has tensors would take forever to build."""
+    config = build.checkpoint.config
+    for part in (config, *(v for v in config.values() if isinstance(v, Mapping))):
+        counts = (part.get(key) for key in ("num_hidden_layers", "num_experts"))
+        if any(type(n) is int and n > len(build.checkpoint.tensors) for n in counts):
+            raise ValueError("config.json names more layers or experts than there are tensors")
 
 
 def _modules_by_tensors(build: Build) -> Modules:

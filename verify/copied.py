@@ -80,9 +80,12 @@ class Head:
 
 
 def compare_copied(
-    build: Build, reference: Layout, used: set[str], *, progress: Progress
+    build: Build, reference: Layout, used: set[str], *, ends: bool, progress: Progress
 ) -> Copied:
-    """Compare every reference tensor that is not in `used` (the packed modules' sources)."""
+    """Compare every reference tensor that is not in `used` (the packed modules' sources).
+
+    `ends`: only the first and last `BLOCK` bytes of each, for a quick look.
+    """
     ours = {
         reference_name(name, build, reference): tensor
         for name, tensor in build.checkpoint.tensors.items()
@@ -91,7 +94,7 @@ def compare_copied(
     theirs = {n: t for n, t in reference.checkpoint.tensors.items() if n not in used}
     common = [n for n in theirs if n in ours]
     same = dict(
-        zip(common, _compare([(ours[n], theirs[n]) for n in common], progress), strict=True)
+        zip(common, _compare([(ours[n], theirs[n]) for n in common], ends, progress), strict=True)
     )
     dropped = _dropped(build, reference, [n for n in theirs if n not in ours])
     text = [n for n in common if reference.roles[n] in _TEXT]
@@ -108,32 +111,41 @@ def compare_copied(
     )
 
 
-def copied_bytes(reference: Layout, used: set[str]) -> int:
+def copied_bytes(reference: Layout, used: set[str], *, ends: bool) -> int:
     """Reference bytes that `compare_copied` reads at most."""
-    return sum(t.nbytes for n, t in reference.checkpoint.tensors.items() if n not in used)
+    sizes = [t.nbytes for n, t in reference.checkpoint.tensors.items() if n not in used]
+    return sum(min(n, 2 * BLOCK) if ends else n for n in sizes)
 
 
-def _compare(pairs: list[tuple[TensorInfo, TensorInfo]], progress: Progress) -> list[bool]:
+def _compare(
+    pairs: list[tuple[TensorInfo, TensorInfo]], ends: bool, progress: Progress
+) -> list[bool]:
     """Whether the two of each pair hold the same bytes, on two threads."""
     with TensorReader() as reader, ThreadPoolExecutor(THREADS) as pool:
         try:
-            return list(pool.map(lambda p: _same(*p, reader, progress), pairs))
+            return list(pool.map(lambda p: _same(*p, reader, ends, progress), pairs))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _same(ours: TensorInfo, theirs: TensorInfo, reader: TensorReader, progress: Progress) -> bool:
-    same = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+def _same(
+    ours: TensorInfo, theirs: TensorInfo, reader: TensorReader, ends: bool, progress: Progress
+) -> bool:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
     left, right = (aligned_empty(min(BLOCK, theirs.nbytes)) for _ in range(2))
-    for start in range(0, theirs.nbytes if same else 0, BLOCK):
+    starts = range(0, theirs.nbytes, BLOCK)
+    if ends and len(starts) > 2:
+        starts = (0, theirs.nbytes - BLOCK)
+    for start in starts:
         count = min(BLOCK, theirs.nbytes - start)
         reader.read_into(ours, start, left[:count])
         reader.read_into(theirs, start, right[:count])
         if not np.array_equal(*(_wide(b[:count]) for b in (left, right))):
             return False
         progress(count)
-    return same
+    return True
 
 
 def _wide(data: np.ndarray) -> np.ndarray:
@@ -186,7 +198,9 @@ def read_head(build: Build) -> Head:
     if not heads or embedding is None:
         return Head(tied, bool(heads), None)
     with TensorReader() as reader:
-        return Head(tied, True, all(_same(h, embedding, reader, lambda _: None) for h in heads))
+        return Head(
+            tied, True, all(_same(h, embedding, reader, False, lambda _: None) for h in heads)
+        )
 
 
 def copied_findings(copied: Copied, build: Build) -> Iterator[Finding]:

@@ -47,7 +47,7 @@ class Options:
 
     - `pattern`: only packed modules whose name matches (shell style); other tensors are then
       not compared.
-    - `sample`: rows of each packed tensor instead of all; copied tensors are compared whole.
+    - `sample`: rows of each packed tensor instead of all, and the ends of each copied one.
     - `conformance`: whether compressed-tensors' own code is asked about the folder, which takes
       the seconds that torch needs to be imported. Left out with `pattern` or `sample`.
     - `rederive`: share of tensors to derive again from the source, which is the reference.
@@ -96,9 +96,10 @@ def verify(
     try:
         build = open_build(source.folder, name=name)
     except CheckpointError as fault:
-        found = error("files", name, str(fault).rstrip("."), "download or export it again")
+        said = _pathless(str(fault), source)
+        found = error("files", name, said, "download or export it again")
         origin = reference and reference.source
-        return Report(source, name, origin, damaged(str(fault)), findings=(found,))
+        return Report(source, name, origin, damaged(said), findings=(found,))
     report = _described(source, build, reference)
     if reference is not None:
         report = _compared(report, build, reference, options, progress)
@@ -108,6 +109,12 @@ def verify(
         proof, found = rederive(build, folder, layout, share=options.rederive, progress=progress)
         report = replace(report, provenance=proof, findings=(*report.findings, *found))
     return report if reference is not None else replace(report, judgement=_uncompared(report))
+
+
+def _pathless(text: str, source: Source) -> str:
+    """A sentence about the folder without where it stands here: reports travel with builds."""
+    folder = str(source.folder)
+    return text.replace(f"{folder}/", "").replace(folder, source.folder.name).rstrip(".")
 
 
 def _uncompared(report: Report) -> Judgement:
@@ -154,7 +161,8 @@ def _described(source: Source, build: Build, reference: Reference | None) -> Rep
     """What the headers say and the folder's own checks find."""
     head = read_head(build)
     findings = [*build.findings, *head_findings(head, build)]
-    findings += [warning("files", build.name, w.rstrip(".")) for w in build.checkpoint.warnings]
+    odd = (_pathless(w, source) for w in build.checkpoint.warnings)
+    findings += [warning("files", build.name, w) for w in odd]
     return Report(
         source,
         build.name,
@@ -179,7 +187,8 @@ def _compared(
     copied = None
     if options.pattern is None:
         used = sources(build, reference.layout)
-        copied = compare_copied(build, reference.layout, used, progress=progress)
+        ends = options.sample is not None
+        copied = compare_copied(build, reference.layout, used, ends=ends, progress=progress)
         findings += copied_findings(copied, build)
     total = sum((t.tally for t in tensors), Tally())
     findings += _value_findings(build.name, total)
@@ -226,7 +235,8 @@ def reference_bytes(source: Source, reference: Reference, options: Options) -> i
         return 0
     total = sum(sampled_bytes(p, options.sample) for p in pairs)
     if options.pattern is None:
-        total += copied_bytes(reference.layout, sources(build, reference.layout))
+        ends = options.sample is not None
+        total += copied_bytes(reference.layout, sources(build, reference.layout), ends=ends)
     if options.rederive is not None:
         total += sum(derived_bytes(manifest_of(build)))
         total += int(options.rederive * reference.layout.checkpoint.tensor_bytes)

@@ -50,7 +50,9 @@ def _in_transformers(build: Build) -> tuple[list[Finding], list[str]]:
 
     name = f"transformers {version('transformers')}"
     with quiet():
-        config = transformers.AutoConfig.from_pretrained(build.folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            build.folder, local_files_only=True, trust_remote_code=False
+        )
         kind = getattr(transformers, config.architectures[0])
         packed, loading = kind.from_pretrained(
             build.folder, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True

@@ -217,6 +217,11 @@ GARBAGE = [
     {"quantization_config": {"config_groups": {"g": {"targets": 1, "weights": {"num_bits": []}}}}},
     {"text_config": 3, "vision_config": [], "tie_word_embeddings": "no", "eos_token_id": {}},
     {"text_config": {"num_hidden_layers": "x", "num_kv_shared_layers": -1}, "architectures": 5},
+    {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": {"num_hidden_layers": 10**9, "model_type": "gemma4_text"},
+    },
     {"architectures": ["os"], "model_type": ["gemma4"], "quantization_config": {"ignore": "re:("}},
 ]
 

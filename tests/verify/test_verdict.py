@@ -285,6 +285,23 @@ def test_a_sample_and_a_pattern(builds, reference):
     assert chosen.to_json()["complete"] is False
 
 
+def test_a_sample_compares_the_ends_of_copied_tensors(builds, edited, reference):
+    name = "model.language_model.embed_tokens.weight"
+
+    def change(arrays):
+        arrays[name][-1, -1] += 1
+
+    assert run(edited("float32", change), reference, Options(sample=1)).copied.differ == (name,)
+
+
+def test_a_report_does_not_tell_where_it_was_made(edited, reference):
+    folder = edited("float32")
+    with open(folder / "model.safetensors", "rb+") as file:
+        file.truncate(1000)
+    for report in (run(folder, reference), run(folder, None)):
+        assert str(folder.parent) not in json.dumps(report.to_json())
+
+
 def test_a_sample_finds_where(edited, reference):
     def change(arrays):
         arrays[f"{Q}.weight_scale"][-1, 1] *= 2
