@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from .errors import CheckpointError
 
@@ -53,11 +52,6 @@ class BackgroundHasher:
     def __enter__(self) -> BackgroundHasher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stopping = kind is not None
         self._pool.shutdown(cancel_futures=kind is not None)

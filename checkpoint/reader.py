@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 import ml_dtypes
 import numpy as np
@@ -54,12 +53,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -82,7 +76,7 @@ class TensorReader:
             raise ValueError(
                 f"{tensor.name}: bytes {start} to {start + buffer.nbytes} of {tensor.nbytes}"
             )
-        view = memoryview(buffer).cast("B")
+        view = buffer.data.cast("B")
         descriptor, position = self.descriptor(tensor.file), tensor.offset + start
         while view.nbytes:
             try:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -167,12 +166,7 @@ class ShardWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file >= 0:
             self._discard()
 
@@ -192,7 +186,7 @@ class ShardWriter:
         offset, nbytes = self._offsets[name]
         if start < 0 or start + data.nbytes > nbytes:
             raise ValueError(f"{name}: bytes {start} to {start + data.nbytes} of {nbytes}")
-        _write_all(self._file, memoryview(data.reshape(-1).view(np.uint8)), offset + start)
+        _write_all(self._file, data.reshape(-1).view(np.uint8).data, offset + start)
         self._missing[name] -= data.nbytes
         self._flusher.add(data.nbytes)
 

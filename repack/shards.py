@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from ..checkpoint.hashing import BackgroundHasher
 from ..checkpoint.manifest import FileRecord
@@ -142,12 +141,7 @@ class _Copier:
     def __enter__(self) -> _Copier:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stopping = kind is not None
         for event in self._packed:
             event.set()

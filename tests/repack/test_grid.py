@@ -454,7 +454,8 @@ def test_strict_promotion_and_x64():
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.numpy_dtype_promotion("strict"))
         stack.enter_context(jax.numpy_rank_promotion("raise"))
-        stack.enter_context(jax.enable_x64(True))
+        jax.config.update("jax_enable_x64", True)
+        stack.callback(jax.config.update, "jax_enable_x64", False)
         result = recover_block(bits)
     assert result.counts == expected.counts
     assert result.packed.tobytes() == expected.packed.tobytes()
