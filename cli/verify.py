@@ -139,8 +139,9 @@ def verify(
     reports = [_verify(source, opened, options, require) for source in sources]
     for report in reports if write else ():
         write_report(report, report.build.folder)
-    for report in reports if plots else ():
-        write_plots(report, plots)
+    if plots is not None:
+        for report in reports:
+            write_plots(report, plots)
     if as_json:
         print_json([r.to_json() for r in reports] if len(reports) > 1 else reports[0].to_json())
     elif as_markdown:

@@ -59,8 +59,8 @@ class Pending:
         """Wait: the sums, and the indices of the wrong groups (levels or step)."""
         totals, flags, error, norm, power, largest = (np.asarray(x) for x in self.raw)
         squared = power.astype(np.float64) ** 2
-        squares = [float(x @ squared) / 2**b for x, b in ((error, ERROR_BITS), (norm, NORM_BITS))]
-        tally = self._tally(totals, *squares, float(largest))
+        total = float(error @ squared) / 2**ERROR_BITS, float(norm @ squared) / 2**NORM_BITS
+        tally = self._tally(totals, *total, float(largest))
         wrong = flags[: len(self.scale)] & WRONG != 0
         odd = np.flatnonzero(flags[: len(self.scale)] & ODD)
         if odd.size:

@@ -187,13 +187,15 @@ def _decode_all(build: Build, config: QuantizationConfig) -> Iterator[Finding]:
     from compressed_tensors.compressors import BaseCompressor
 
     decompressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    schemes = list(config.config_groups.values())
+    groups = config.config_groups.values()
+    schemes = [s for s in groups if not isinstance(s, list) and s.weights is not None]
+    if not schemes:
+        return  # told by the scheme's own findings
     differ: list[str] = []
     with TensorReader() as reader:
         for tensor in build.packed.values():
-            by_size = [
-                s for s in schemes if s.weights and s.weights.group_size == tensor.group_size
-            ]
+            size = tensor.group_size
+            by_size = [s for s in schemes if s.weights and s.weights.group_size == size]
             try:
                 same = _decodes_alike(tensor, reader, decompressor, (by_size or schemes)[0])
             except Exception as fault:  # whatever its checks raise

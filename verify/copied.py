@@ -123,7 +123,7 @@ def _compare(
     """Whether the two of each pair hold the same bytes, on two threads."""
     with TensorReader() as reader, ThreadPoolExecutor(THREADS) as pool:
         try:
-            return list(pool.map(lambda p: _same(*p, reader, ends, progress), pairs))
+            return list(pool.map(lambda p: _same(p[0], p[1], reader, ends, progress), pairs))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -142,7 +142,7 @@ def _same(
         count = min(BLOCK, theirs.nbytes - start)
         reader.read_into(ours, start, left[:count])
         reader.read_into(theirs, start, right[:count])
-        if not np.array_equal(*(_wide(b[:count]) for b in (left, right))):
+        if not np.array_equal(_wide(left[:count]), _wide(right[:count])):
             return False
         progress(count)
     return True

@@ -53,7 +53,7 @@ def _in_transformers(build: Build) -> tuple[list[Finding], list[str]]:
         config = transformers.AutoConfig.from_pretrained(
             build.folder, local_files_only=True, trust_remote_code=False
         )
-        kind = getattr(transformers, config.architectures[0])
+        kind = getattr(transformers, (config.architectures or [""])[0])
         packed, loading = kind.from_pretrained(
             build.folder, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
         )

@@ -53,7 +53,7 @@ def unmet(report: Report, thresholds: Iterable[Threshold]) -> list[Finding]:
     found = []
     for wanted in thresholds:
         least = wanted.name in AT_LEAST
-        figure = (AT_LEAST | AT_MOST)[wanted.name](report.total) if report.tensors else None
+        figure = {**AT_LEAST, **AT_MOST}[wanted.name](report.total) if report.tensors else None
         met = figure is not None and (figure >= wanted.value if least else figure <= wanted.value)
         if not met:
             said = "was not measured" if figure is None else f"is {figure:.6g}"

@@ -34,9 +34,7 @@ def source(tmp_path_factory):
 def test_rerounding_and_ours(source, tmp_path):
     reference = open_reference(resolve_source(source))
     quick = Options(conformance=False)
-    theirs = verify(
-        resolve_source(rerounded.export(source, tmp_path / "theirs")), reference, quick
-    )
+    theirs = verify(resolve_source(rerounded.export(source, tmp_path / "theirs")), reference, quick)
     assert theirs.judgement.verdict is Verdict.REROUNDED
     assert theirs.total.max_7_5 == theirs.total.groups
     assert theirs.total.on_level == 0
