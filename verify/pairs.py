@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -110,9 +110,3 @@ def _mismatch(tensor: PackedTensor, source: PackedModule) -> str | None:
     if source.source.dtype != "BF16":
         return f"the reference is {source.source.dtype}; the grid is proven in BF16"
     return None
-
-
-def by_kind(pairs: list[Pair]) -> Iterator[Kind]:
-    """The kinds present, in their order."""
-    present = {p.kind for p in pairs}
-    return (kind for kind in Kind if kind in present)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ class Report:
     provenance: Provenance | None = None
     sample: int | None = None
     pattern: str | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> Tally:
