@@ -28,12 +28,14 @@ def hash_file(path: Path, *, progress: Callable[[int], object] | None = None) ->
 
 
 class BackgroundHasher:
-    """Hashes files in turn on a thread; a context manager that stops it when an error leaves.
+    """Hashes files in turn on a thread; a context manager that waits for it.
 
+    When an error leaves, it stops at once, or with `finish` after what can still be hashed.
     hashlib works without the interpreter lock, so this takes a core that the packing leaves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, finish: bool = False) -> None:
+        self._finish = finish
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
         self._stopping = False
 
@@ -53,5 +55,5 @@ class BackgroundHasher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stopping = kind is not None
-        self._pool.shutdown(cancel_futures=kind is not None)
+        self._stopping = kind is not None and not self._finish
+        self._pool.shutdown(cancel_futures=self._stopping)

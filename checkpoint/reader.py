@@ -37,15 +37,15 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 }
 
 
-def aligned_empty(nbytes: int, *, alignment: int = 64) -> np.ndarray:
-    """Uninitialised uint8[nbytes] at an address that XLA on CPU takes without a copy."""
-    raw = np.empty(nbytes + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
+def aligned_empty(nbytes: int) -> np.ndarray:
+    """Uninitialised uint8[nbytes] at a multiple of 64, which XLA on CPU takes without a copy."""
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
     return raw[start : start + nbytes]
 
 
 class TensorReader:
-    """Reads from open files; a context manager that closes them. Safe to use from threads."""
+    """Reads from open files; a context manager that closes them. Each thread needs its own."""
 
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}

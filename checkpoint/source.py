@@ -8,30 +8,17 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import SourceError
+from .folder import INDEX_NAME
+from .sidecars import is_sidecar
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
 # huggingface_hub is imported where it is used: a local folder must not pay for it.
-
-INDEX = "model.safetensors.index.json"
-SIDECARS = (
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-    "README.md",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
-"""Files worth having next to the weights, at the top of the repository only: `original/`, `onnx/`
-and the like are other builds of the same model."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -249,15 +236,15 @@ def _download(name: str, revision: str, info: "ModelInfo") -> Source:
         )
     names = [sibling.rfilename for sibling in siblings]
     shards = None
-    if INDEX in names:
-        shards = _shards(Path(hf_hub_download(name, INDEX, revision=commit)))
+    if INDEX_NAME in names:
+        shards = _shards(Path(hf_hub_download(name, INDEX_NAME, revision=commit)))
     weights = _weights(names, shards)
     if not weights:
         raise SourceError(
             f"{name} has no safetensors weights at commit {commit}: give the repository of the"
             " unquantized checkpoint in safetensors files"
         )
-    wanted = weights | {file for file in names if _is_sidecar(file)}
+    wanted = weights | {file for file in names if is_sidecar(file)}
     patterns = [glob.escape(file) for file in sorted(wanted)]
     folder = Path(snapshot_download(name, revision=commit, allow_patterns=patterns))
     _remember(folder, revision)
@@ -292,7 +279,7 @@ def _from_cache(name: str, revision: str) -> Source | None:
         return None
     folder = Path(config).parent
     names = [entry.name for entry in folder.iterdir() if entry.exists()]
-    shards = _shards(folder / INDEX)
+    shards = _shards(folder / INDEX_NAME)
     weights = _weights(names, shards)
     complete = weights and weights >= (shards or set())
     return _from_snapshot(folder) if complete else None
@@ -317,12 +304,8 @@ def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
-def _is_sidecar(name: str) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in SIDECARS)
-
-
 def _is_kept(name: str) -> bool:
-    return _is_weights(name) or _is_sidecar(name)
+    return _is_weights(name) or is_sidecar(name)
 
 
 def _names(error: BaseException) -> list[str]:

@@ -69,12 +69,12 @@ class ShardLayout:
 
 
 def plan_shards(
-    units: Iterable[Sequence[TensorSpec]], *, shard_bytes: int, stem: str = "model"
+    units: Iterable[Sequence[TensorSpec]], *, shard_bytes: int
 ) -> tuple[ShardLayout, ...]:
     """Cut `units` into shards of at most `shard_bytes` tensor bytes, in the given order.
 
     The tensors of one unit stay together; a unit larger than `shard_bytes` gets a shard of its
-    own. One shard is called `<stem>.safetensors`, several `<stem>-00001-of-0000N.safetensors`.
+    own. One shard is called `model.safetensors`, several `model-00001-of-0000N.safetensors`.
     """
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -86,10 +86,10 @@ def plan_shards(
         shards[-1].extend(unit)
         filled += size
     if len(shards) == 1:
-        return (_lay_out(f"{stem}.safetensors", shards[0]),)
+        return (_lay_out("model.safetensors", shards[0]),)
     count = len(shards)
     return tuple(
-        _lay_out(f"{stem}-{number:05}-of-{count:05}.safetensors", specs)
+        _lay_out(f"model-{number:05}-of-{count:05}.safetensors", specs)
         for number, specs in enumerate(shards, 1)
     )
 
@@ -292,6 +292,9 @@ def copy_range(source: int, start: int, target: int, position: int, count: int) 
                 raise
             kernel = False
             continue
+        if moved == 0 and kernel:
+            kernel = False  # some file systems answer 0 for "not here"; only a read tells the end
+            continue
         if moved == 0:
             raise CheckpointError(
                 f"the source file ends at byte {start}, {count} bytes early; it was cut while "
@@ -351,14 +354,21 @@ def shard_index(layouts: Sequence[ShardLayout]) -> dict[str, object]:
 
 
 def check_output(out: Path, source: Path) -> Path:
-    """The working folder `<out>.partial` for `out`, after checking that `out` can be made.
+    """The working folder `<out>.partial` for `out`, after checking that both can be made.
 
-    Raises `OutputError`: `out` is the source (also through a link) or inside it, exists and is
-    not an empty folder, is a mount point, or its parent cannot be written.
+    Raises `OutputError`: one of them is the source (also through a link), holds it or lies inside
+    it; `out` exists and is not an empty folder, or is a mount point; `<out>.partial` is no folder;
+    their parent cannot be written.
     """
     resolved, origin = out.resolve(), source.resolve()
-    if resolved == origin or origin in resolved.parents or resolved in origin.parents:
-        raise OutputError(f"{out}: is, holds or lies inside the source {source}; choose another.")
+    working = resolved.with_name(resolved.name + ".partial")
+    if working.is_symlink() or (working.exists() and not working.is_dir()):
+        raise OutputError(f"{working}: is needed for the work and is no folder; remove it.")
+    for folder in (resolved, working):
+        if folder == origin or origin in folder.parents or folder in origin.parents:
+            raise OutputError(
+                f"{folder}: is, holds or lies inside the source {source}; choose another output."
+            )
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out}: is a link to nothing; name a new folder.")
     if resolved.exists():
@@ -369,7 +379,7 @@ def check_output(out: Path, source: Path) -> Path:
         if resolved.is_mount():
             raise OutputError(f"{out}: is a mount point; name a new folder inside it.")
     _check_parent(resolved.parent)
-    return resolved.with_name(resolved.name + ".partial")
+    return working
 
 
 def _check_parent(parent: Path) -> None:

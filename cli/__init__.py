@@ -18,17 +18,16 @@ class _Commands(click.Group):
     """Turns every error into one sentence on stderr, with a traceback only under --debug."""
 
     def invoke(self, ctx: click.Context) -> object:
-        warnings.showwarning = lambda message, *_, **__: warn(str(message))
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_, **__: warn(str(message))
+                return super().invoke(ctx)
         except QatpackError as error:
             if ctx.params["debug"]:
                 raise
             raise click.ClickException(str(error)) from error
         except KeyboardInterrupt:
-            raise click.ClickException(
-                "interrupted; a repack goes on where it was with --resume."
-            ) from None
+            raise click.ClickException("interrupted; a repack can go on with --resume.") from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
         except Exception as error:

@@ -85,7 +85,7 @@ def _text_only(config: dict[str, Any]) -> dict[str, Any]:
         return config
     architectures = config.get("architectures")
     if not isinstance(text, dict) or not isinstance(architectures, list) or not architectures:
-        raise CheckpointError("config.json has no text_config object or no architectures.")
+        raise CheckpointError("has no text_config object or no list of architectures.")
     name = str(architectures[0]).replace("ForConditionalGeneration", "ForCausalLM")
     shared = {
         key: config[key]

@@ -78,8 +78,8 @@ class Counts:
     negative_zeros: int = 0
     """Values -0.0 of the same groups: they come back as 0.0, equal but not identical."""
     peaks: tuple[int, ...] = (0,) * 9
-    """Certified groups whose largest |level| is 0..8; those below 4 are stored as their doubles,
-    unless a positive value would land on +8."""
+    """Certified groups by the largest |level| stored, 0..8; trained peaks of 1 to 4 are stored as
+    their doubles, of the values alone nobody could tell, unless a positive one would be +8."""
 
     def __add__(self, other: Counts) -> Counts:
         """Both together."""

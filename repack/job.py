@@ -16,7 +16,8 @@ from ..checkpoint.hashing import BackgroundHasher
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from ..checkpoint.writer import check_output, plan_shards, sync_folder
-from .finish import finish_folder
+from .card import source_card
+from .finish import finish_folder, plan_config
 from .journal import Journal, fingerprint
 from .layout import read_layout
 from .plan import Options, Plan, make_plan
@@ -43,6 +44,9 @@ def plan_repack(source: Source, options: Options, *, progress: Progress = ignore
         raise CheckpointError(f"{source.folder}: has no config.json; no reader can do without.")
     layout = read_layout(checkpoint)
     plan = make_plan(layout, options)
+    # Now rather than after an hour of packing: the settings that the folder will end with.
+    source_card(source.folder)
+    plan_config(plan)
     if not options.keep_off_grid:
         return plan
     off_grid = _off_grid(plan, progress)
@@ -80,7 +84,7 @@ def repack(
     """
     working = check_output(out, source.folder)
     plan = plan or plan_repack(source, options or Options())
-    _check_space(plan, working)
+    check_space(plan, working)
     layouts = plan_shards(plan.units(), shard_bytes=plan.options.shard_bytes)
     with _one_sentence(working):
         journal = Journal.start(working, fingerprint(plan, version("qatpack")), resume=resume)
@@ -98,8 +102,8 @@ def repack(
                 sources=sources,
                 shards=shards,
             )
-            journal.finish()
             _publish(working, out.resolve())
+            journal.finish(out.resolve())
         finally:
             journal.close()
     return manifest
@@ -111,8 +115,9 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(nearest).free
 
 
-def _check_space(plan: Plan, working: Path) -> None:
-    present = sum(p.stat().st_size for p in working.glob("*.safetensors"))
+def check_space(plan: Plan, working: Path) -> None:
+    """Raise `OutputError` when the output does not fit; what `working` holds gives way to it."""
+    present = sum(p.stat().st_size for p in working.rglob("*") if p.is_file())
     needed = plan.output_bytes() + SPACE_MARGIN - present
     if (free := free_space(working)) < needed:
         raise OutputError(

@@ -118,11 +118,13 @@ def fused_with(module: str) -> str:
     vLLM loads q, k and v of a layer as one linear, gate and up as another, and all experts of a
     layer as one, and refuses a mixture of packed and dense inside one of them.
     """
+    head, separator, _ = module.partition(".experts.")
+    if separator:
+        return f"{head}.experts"
     if match := _FUSED.fullmatch(module):
         kind = "qkv" if match["part"] in ("q_proj", "k_proj", "v_proj") else "gate_up"
         return f"{match['parent']}.{kind}"
-    head, separator, _ = module.partition(".experts.")
-    return head + separator.rstrip(".") if separator else module
+    return module
 
 
 def module_names(module: str, model_type: str) -> tuple[str, ...]:

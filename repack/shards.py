@@ -22,6 +22,9 @@ from .journal import Journal
 from .plan import Plan
 from .stream import Progress, copy_tensors, pack_tensors, source_bytes
 
+# Shards open at a time: each reserves its space and holds a descriptor and a thread.
+IN_FLIGHT = 3
+
 
 def start_source_hashes(
     plan: Plan, source: Source, hasher: BackgroundHasher
@@ -57,29 +60,33 @@ def write_shards(
     """Write or reuse every shard; the counts by module and the files' records."""
     modules = {f"{m.module}.weight_packed": m for m in plan.packed}
     counts: dict[str, Counts] = {}
+    reused: dict[str, str] = {}
     progress = _one_at_a_time(progress)
+    hashes: dict[str, Future[str]] = {}
     with (
         ExitStack() as writers,
-        BackgroundHasher() as hasher,
+        # On an error it still hashes what is committed, for the journal.
+        BackgroundHasher(finish=True) as hasher,
         TensorReader() as reader,
         _Copier(progress) as copier,
     ):
         for layout in layouts:
             if entry := journal.reusable(layout):
+                reused[layout.file_name] = entry["sha256"]
                 counts |= {m: Counts.from_json(c) for m, c in entry["counts"].items()}
                 progress(source_bytes(layout, modules))
                 continue
             writer = writers.enter_context(ShardWriter(journal.folder, layout))
             packed, committed = copier.submit(writer)
-            done = pack_tensors(writer, modules, reader, plan.options.scale_dtype, progress)
+            done = pack_tensors(writer, modules, reader, plan.options.scale_dtype, copier.report)
             packed.set()
             counts |= done
             if plan.options.hash_files:
-                journal.expect(layout.file_name, hasher.submit(committed), done)
-            journal.save_finished()
+                hashes[layout.file_name] = hasher.submit(committed)
+                journal.enter(layout.file_name, hashes[layout.file_name], done)
         copier.wait()
-        journal.save_finished(wait=True)
-    return counts, [FileRecord(s.file_name, s.size, journal.sha256(s.file_name)) for s in layouts]
+        known = reused | {name: future.result() for name, future in hashes.items()}
+    return counts, [FileRecord(s.file_name, s.size, known.get(s.file_name)) for s in layouts]
 
 
 def _one_at_a_time(progress: Progress) -> Progress:
@@ -109,15 +116,21 @@ class _Copier:
     def submit(self, writer: ShardWriter) -> tuple[threading.Event, Future[Path]]:
         """Queue a shard: the event to set when it is packed, and its path to come.
 
-        Raises what an earlier shard's copy or commit raised.
+        Waits while `IN_FLIGHT` shards are not committed. Raises what an earlier one raised.
         """
-        for future in self._committed:
-            if future.done():
-                future.result()
+        if len(self._committed) >= IN_FLIGHT:
+            self._committed[-IN_FLIGHT].result()
         packed = threading.Event()
         self._packed.append(packed)
         self._committed.append(self._pool.submit(self._fill, writer, packed))
         return packed, self._committed[-1]
+
+    def report(self, nbytes: int) -> None:
+        """Progress of the packing; raises what the copying has raised meanwhile."""
+        for future in self._committed[-IN_FLIGHT:]:
+            if future.done():
+                future.result()
+        self._progress(nbytes)
 
     def wait(self) -> None:
         """Return when all shards are committed; raises what one of them raised."""

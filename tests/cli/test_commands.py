@@ -172,8 +172,18 @@ def test_inspect_a_reference(source):
         grid["model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight"]["certified_share"]
         < 0.1
     )
-    assert facts["head"] == {"tied": True, "stored": False}
+    assert facts["head"] == {"tied": True, "stored": False, "identical": None}
     assert facts["scheme"] is None
+
+
+@pytest.mark.parametrize(("change", "word"), [(0, "identical to"), (1, "different from")])
+def test_inspect_tells_of_a_stored_head(tmp_path, change, word):
+    arrays = tiny.tensors()
+    arrays["lm_head.weight"] = arrays[f"{tiny.TEXT}embed_tokens.weight"].copy()
+    arrays["lm_head.weight"].view(np.uint16)[0, 0] ^= change
+    result = invoke("inspect", tiny.write(tmp_path / "c", arrays))
+    assert f"lm_head: tied, stored, {word} the embedding" in result.stdout
+    assert ("a repack would stop" in result.stderr) == bool(change)
 
 
 def test_inspect_a_sample(source):
@@ -182,10 +192,15 @@ def test_inspect_a_sample(source):
     assert grid[PART]["groups"] == 4 * tiny.HIDDEN // 32
 
 
-def test_inspect_shows_what_is_off(tmp_path):
+def test_inspect_shows_what_is_off_and_counts_it_dense(tmp_path, source):
     folder = off_grid(tmp_path)
-    text = invoke("inspect", folder).stdout
-    assert "text linear, off" in text
+    assert "text linear, off" in invoke("inspect", folder).stdout
+    sizes = [
+        json.loads(invoke("inspect", s, "--json").stdout)["expected_output_bytes"]
+        for s in (source, folder)
+    ]
+    # The tensor and the one fused with it: 2 bytes a value instead of 1/2 and a scale.
+    assert sizes[1] - sizes[0] == 2 * (128 * tiny.HIDDEN * (2 - 0.5) - 128 * 2 * 2 - 16)
 
 
 def test_inspect_a_build(source, build):

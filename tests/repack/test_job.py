@@ -119,7 +119,8 @@ def test_the_manifest_lists_every_file_with_its_hash(tmp_path, source):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_sidecars_travel_to_the_byte_and_the_card_is_ours(tmp_path, source):
+def test_sidecars_travel_to_the_byte_and_the_card_is_ours(tmp_path):
+    source = tiny.write(tmp_path / "c")
     (source / ".env").write_text("HF_TOKEN=hf_x")
     (source / "train.log").write_text("log")
     run(source, tmp_path / "out")
@@ -234,6 +235,15 @@ def test_nan_and_inf_are_refused_whatever_the_choice(tmp_path, value, keep):
         run(folder, tmp_path / "out", Options(keep_off_grid=keep))
 
 
+def test_nan_behind_an_off_grid_group_is_found_too(tmp_path):
+    arrays = tiny.tensors()
+    arrays[PART] = arrays[PART].copy()
+    arrays[PART][1, 3] = float(arrays[PART][1, 3]) * 1.3 + 1e-3
+    arrays[PART][9, 3] = np.nan
+    with pytest.raises(GridError, match=r"row 9, group 0.*damaged"):
+        run(tiny.write(tmp_path / "c", arrays), tmp_path / "out", Options(keep_off_grid=True))
+
+
 def test_a_group_that_needs_a_negative_step_is_never_clipped(tmp_path):
     arrays = tiny.tensors()
     arrays[PART] = (-arrays[PART].astype(np.float32)).astype(tiny.BF16)
@@ -311,18 +321,75 @@ def test_no_space_is_told_before_anything_is_written(tmp_path, source, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO])
-def test_a_failing_disk_is_one_sentence(tmp_path, source, monkeypatch, code):
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
+@pytest.mark.parametrize("call", ["pwrite", "copy_file_range", "fsync", "posix_fallocate"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failing_disk_is_one_sentence(tmp_path, source, monkeypatch, code, call):
+    real, calls = getattr(os, call), []
 
-    monkeypatch.setattr(os, "pwrite", fail)
+    def fail(*arguments):
+        """Fails from the third call on, when the run is well under way."""
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, fail)
     with pytest.raises(OutputError, match=os.strerror(code)) as caught:
-        run(source, tmp_path / "out")
+        run(source, tmp_path / "out", SMALL)
     assert "--resume" in str(caught.value)
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    run(source, tmp_path / "out", resume=True)
+    run(source, tmp_path / "out", SMALL, resume=True)
+    run(source, tmp_path / "whole", SMALL)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_a_bad_card_or_config_is_told_before_the_work(tmp_path, source):
+    folder = tiny.write(tmp_path / "card")
+    (folder / "README.md").write_text("---\na: [\n---\n")
+    with pytest.raises(CheckpointError, match=r"README\.md: its metadata"):
+        run(folder, tmp_path / "out")
+    folder = tiny.write(tmp_path / "config", cfg=tiny.config(text_config=3))
+    with pytest.raises(CheckpointError, match=r"config\.json: has no text_config"):
+        run(folder, tmp_path / "out", Options(text_only=True))
+    assert {p.name for p in tmp_path.iterdir()} == {"card", "config"}
+
+
+def test_the_manifest_is_last(tmp_path, source, monkeypatch):
+    real = finish.write_json
+
+    def fail(path, value):
+        if path.name == MANIFEST_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path, value)
+
+    monkeypatch.setattr(finish, "write_json", fail)
+    with pytest.raises(OutputError):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert {p.name for p in (tmp_path / "out.partial").iterdir()} > {"config.json", "README.md"}
+
+
+def test_only_a_few_shards_are_open_at_a_time(tmp_path, source, monkeypatch):
+    open_now, most = set(), []
+    real_enter, real_commit = shards.ShardWriter.__enter__, shards.ShardWriter.commit
+
+    def enter(self):
+        open_now.add(self.path)
+        most.append(len(open_now))
+        return real_enter(self)
+
+    def commit(self):
+        time.sleep(0.05)
+        path = real_commit(self)
+        open_now.discard(path)
+        return path
+
+    monkeypatch.setattr(shards.ShardWriter, "__enter__", enter)
+    monkeypatch.setattr(shards.ShardWriter, "commit", commit)
+    run(source, tmp_path / "out", Options(shard_bytes=10_000))
+    assert len(most) > 2 * shards.IN_FLIGHT
+    assert max(most) <= shards.IN_FLIGHT + 1
 
 
 def test_left_overs_need_resume(tmp_path, source):
@@ -395,8 +462,31 @@ def test_resume_refuses_other_options_and_another_source(tmp_path, source, stopp
 
 def test_resume_with_a_broken_journal(tmp_path, source, stopped):
     (stopped / JOURNAL_NAME).write_text('{"fingerprint"')
-    with pytest.raises(CheckpointError, match="not valid JSON"):
+    with pytest.raises(OutputError, match="cannot be read as a journal"):
         run(source, tmp_path / "out", SMALL, resume=True)
+    (stopped / JOURNAL_NAME).write_text('{"fingerprint": "x"}')
+    with pytest.raises(OutputError, match="cannot be read as a journal"):
+        run(source, tmp_path / "out", SMALL, resume=True)
+
+
+def test_resume_touches_no_folder_that_is_not_ours(tmp_path, source):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="not left by a repack"):
+        run(source, tmp_path / "out", resume=True)
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_source_named_like_the_working_folder_is_safe(tmp_path, link):
+    folder = tiny.write(tmp_path / ("real" if link else "model.partial"))
+    if link:
+        (tmp_path / "model.partial").symlink_to(folder)
+    before = folder_bytes(folder)
+    for resume in (False, True):
+        with pytest.raises(OutputError, match=r"source|no folder"):
+            run(folder, tmp_path / "model", resume=resume)
+    assert folder_bytes(folder) == before
 
 
 def test_two_runs_cannot_share_a_folder(tmp_path, source):
@@ -417,35 +507,51 @@ def test_two_runs_cannot_share_a_folder(tmp_path, source):
     run(source, tmp_path / "out", resume=True)
 
 
-SLOW = """
-import sys, time
+BLOCKED = """
+import sys
 from pathlib import Path
 from qatpack.checkpoint.source import resolve_source
-from qatpack.repack import job, shards
+from qatpack.repack import job, journal, stream
 from qatpack.repack.plan import Options
-real = shards.ShardWriter.commit
-def slow(self):
-    path = real(self)
-    print(path.name, flush=True)
-    time.sleep(0.3)
-    return path
-shards.ShardWriter.commit = slow
+
+wanted, recorded = int(sys.argv[3]), 0
+write_json, pack = journal.write_json, stream.pack_module
+
+def count(path, value):
+    global recorded
+    write_json(path, value)
+    recorded = len(value["shards"])
+
+def stop(module, reader, writer, *rest):
+    counts = pack(module, reader, writer, *rest)
+    if recorded >= wanted:
+        print("now", flush=True)
+        sys.stdin.read()
+    return counts
+
+journal.write_json, stream.pack_module = count, stop
 job.repack(resolve_source(sys.argv[1]), Path(sys.argv[2]), Options(shard_bytes=40_000))
 """
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_killed_in_the_middle_and_resumed(tmp_path, source, shards):
+@pytest.mark.parametrize("recorded", [0, 1])
+def test_killed_in_the_middle_of_a_shard_and_resumed(tmp_path, source, monkeypatch, recorded):
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source), str(tmp_path / "out")], stdout=subprocess.PIPE
+        [sys.executable, "-c", BLOCKED, str(source), str(tmp_path / "out"), str(recorded)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
-        for _ in range(shards):
-            process.stdout.readline()
-        time.sleep(0.1)
+        assert process.stdout.readline() == b"now\n"
         process.send_signal(signal.SIGKILL)
+    partial = tmp_path / "out.partial"
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial").exists()
+    assert list(partial.glob("*.tmp"))
+    finished = json.loads((partial / JOURNAL_NAME).read_text())["shards"]
+    assert len(finished) >= recorded
+    made = written_shards(monkeypatch)
     run(source, tmp_path / "out", SMALL, resume=True)
+    assert not set(made) & set(finished)
+    monkeypatch.undo()
     run(source, tmp_path / "whole", SMALL)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
 

@@ -150,6 +150,7 @@ def test_partners():
     assert fused_with("a.q_proj") == fused_with("a.v_proj") == "a.qkv"
     assert fused_with("a.gate_proj") == fused_with("a.up_proj") != fused_with("a.down_proj")
     assert fused_with("a.experts.gate_up_proj") == fused_with("a.experts.down_proj")
+    assert fused_with("a.experts.0.gate_proj") == fused_with("a.experts.3.down_proj")
     assert fused_with("a.gate_up_proj") == "a.gate_up_proj"
 
 
@@ -238,6 +239,14 @@ def test_text_only_drops_the_towers_and_renames_the_decoder(tmp_path):
     assert all(n.startswith("model.") and "language_model" not in n for n in names)
     assert plan.ignore == ("lm_head",)
     assert len(plan.dropped) == sum("vision" in n or "audio" in n for n in tiny.tensors())
+
+
+def test_two_tensors_that_would_get_one_name(tmp_path):
+    arrays = tiny.tensors() | {"model.extra.weight": np.zeros(4, tiny.BF16)}
+    arrays[f"{tiny.TEXT}extra.weight"] = np.zeros(4, tiny.BF16)
+    planned(tmp_path / "whole", arrays)
+    with pytest.raises(CheckpointError, match=r"both be named model\.extra\.weight"):
+        planned(tmp_path / "text", arrays, Options(text_only=True))
 
 
 def test_ple_is_packed_on_request(tmp_path):
