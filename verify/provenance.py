@@ -21,8 +21,7 @@ from ..checkpoint.hashing import hash_file
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ..checkpoint.reader import TensorReader
-from ..repack.config import output_config
-from ..repack.finish import MANIFEST_FORMAT
+from ..repack.finish import MANIFEST_FORMAT, plan_config
 from ..repack.layout import Layout
 from ..repack.plan import Options, PackedModule, Plan, make_plan, same_bytes
 from ..repack.stream import blocks
@@ -204,14 +203,12 @@ def _check_plan(plan: Plan, build: Build, ledger: _Ledger) -> None:
         ledger.blame("plan", build.name, what, _advice("output"))
     else:
         ledger.proven.append(f"the {len(found)} tensors are those that source and options give")
-    options = plan.options
-    config = output_config(
-        plan.layout.checkpoint.config,
-        plan.ignore,
-        text_only=options.text_only,
-        pack_ple=options.pack_ple,
-    )
-    if read_json(build.folder / "config.json") == config:
+    try:
+        same = read_json(build.folder / "config.json") == plan_config(plan)
+    except CheckpointError as fault:
+        ledger.blame("config-differs", "config.json", str(fault).rstrip("."), _advice("output"))
+        return
+    if same:
         ledger.proven.append("config.json is the one that source and options give")
     else:
         what = "is not the one that source and options give"
