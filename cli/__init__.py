@@ -11,6 +11,7 @@ from .demo import demo
 from .inspect import inspect
 from .repack import repack
 from .text import one_line, warn
+from .verify import verify
 
 
 class _Commands(click.Group):
@@ -58,5 +59,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (demo, inspect, repack):
+for _command in (demo, inspect, repack, verify):
     main.add_command(_command)
