@@ -26,7 +26,8 @@ from .text import table
 def demo(out: Path) -> None:
     """Run the main job on the small checkpoint that comes with qatpack.
 
-    Copies it to OUT/reference and repacks it to OUT/bfloat16, OUT/float16 and OUT/float32.
+    Copies it to OUT/reference, repacks it to OUT/bfloat16, OUT/float16 and OUT/float32, and
+    verifies the three against it.
 
     \b
     Example:
@@ -37,6 +38,8 @@ def demo(out: Path) -> None:
     from ..checkpoint.source import Source, resolve_source
     from ..repack.job import repack
     from ..repack.plan import Options, ScaleDtype
+    from ..verify import job as verify
+    from ..verify.job import open_reference
 
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -56,7 +59,15 @@ def demo(out: Path) -> None:
             manifest = repack(reference, out / dtype, options, progress=progress)
         builds.append((dtype, manifest))
     click.echo(table(summary_rows(builds)))
+    click.echo(f"\nidentical: decoded as {builds[0][1]['decode']}.\n")
+    held = open_reference(reference)
+    quick = verify.Options(conformance=False)
+    reports = [verify.verify(resolve_source(out / dtype), held, quick) for dtype, _ in builds]
+    for report in reports:
+        click.echo(f"verified {report.name}: {report.judgement.text}.")
     click.echo(
-        f"\nidentical: decoded as {builds[0][1]['decode']}.\n"
-        f"The folders stand in {out}.\nNext: qatpack inspect {out / 'reference'}"
+        f"\nThe folders stand in {out}.\n"
+        f"Next: qatpack verify {out / 'bfloat16'} --reference {out / 'reference'}"
     )
+    if not all(report.passed for report in reports):
+        raise click.exceptions.Exit(1)

@@ -162,7 +162,7 @@ def repack(
         return
     with byte_bar("repack", plan.source_bytes) as progress:
         manifest = job.repack(origin, out, options, plan=plan, resume=resume, progress=progress)
-    print_json(manifest) if as_json else _print_summary(manifest, out)
+    print_json(manifest) if as_json else _print_summary(manifest, source, out)
 
 
 def _plan(origin: Source, options: Options, working: Path) -> Plan:
@@ -193,10 +193,10 @@ def _pair(counted: Mapping[str, int]) -> tuple[str, str]:
     return f"{counted['tensors']:,}", size(counted["bytes"])
 
 
-def _print_summary(manifest: Mapping[str, Any], out: Path) -> None:
+def _print_summary(manifest: Mapping[str, Any], source: str, out: Path) -> None:
     click.echo(table(summary_rows([(out.name, manifest)])))
     click.echo(f"\n{scale_note(manifest)}")
-    click.echo(f"\nNext: qatpack inspect {out}\n      vllm serve {out}")
+    click.echo(f"\nNext: qatpack verify {out} --reference {source}\n      vllm serve {out}")
 
 
 def summary_rows(builds: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, ...]]:

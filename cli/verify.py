@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .progress import byte_bar
-from .repack import cpu_only
+from .repack import start_jax_on_cpu
 from .text import print_json, table
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def verify(
     Example:
       qatpack verify gemma-4-E2B-it-w4a16 --reference google/gemma-4-E2B-it-qat-q4_0-unquantized
     """
-    cpu_only()
+    start_jax_on_cpu()
     if as_json and as_markdown:
         raise click.UsageError("choose one of --json and --markdown.")
     if reference is None and (tensors or sample or require or revision):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.reader import TensorReader, aligned_empty
 from ..repack.layout import Layout, Role, is_packed, ties_head
@@ -190,9 +191,17 @@ def _is_shared(inner: str, shared: range) -> bool:
     return int(parts[1]) in shared and parts[3] in ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
+def _ties(build: Build) -> bool:
+    """As `ties_head`; a flag that is no truth value counts as one, and `head_findings` says so."""
+    try:
+        return ties_head(build.checkpoint.config)
+    except CheckpointError:
+        return True
+
+
 def read_head(build: Build) -> Head:
     """Whether lm_head is stored, and whether it is the embedding."""
-    tensors, tied = build.checkpoint.tensors, ties_head(build.checkpoint.config)
+    tensors, tied = build.checkpoint.tensors, _ties(build)
     heads = [t for n, t in tensors.items() if n.endswith("lm_head.weight")]
     embedding = tensors.get(f"{build.prefix}embed_tokens.weight")
     if not heads or embedding is None:
@@ -224,6 +233,10 @@ def copied_findings(copied: Copied, build: Build) -> Iterator[Finding]:
 def head_findings(head: Head, build: Build) -> Iterator[Finding]:
     """A stored tied head is a waste; a different one is used by readers all the same."""
     where = f"{build.name}: lm_head.weight"
+    try:
+        ties_head(build.checkpoint.config)
+    except CheckpointError as fault:
+        yield error("head-flag", f"{build.name}: config.json", str(fault), "export it again")
     if head.tied and head.identical is False:
         what = "config.json ties it to the embedding, but it is stored and differs"
         yield error("head-differs", where, what, "remove it: transformers and vLLM would use it")
