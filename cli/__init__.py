@@ -1,6 +1,54 @@
 """The command line: parses, calls the library, prints."""
 
+from __future__ import annotations
 
-def main() -> None:
-    """Entry point of the ``qatpack`` console script."""
-    raise SystemExit(0)
+import click
+
+from ..checkpoint.errors import QatpackError
+from .demo import demo
+from .inspect import inspect
+from .repack import repack
+
+
+class _Commands(click.Group):
+    """Turns every error into one sentence on stderr, with a traceback only under --debug."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except QatpackError as error:
+            if ctx.params["debug"]:
+                raise
+            raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt:
+            raise click.ClickException(
+                "interrupted; a repack goes on where it was with --resume."
+            ) from None
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise
+        except Exception as error:
+            if ctx.params["debug"]:
+                raise
+            raise click.ClickException(
+                f"unexpected {type(error).__name__}: {error}. This is a fault of qatpack: run "
+                "again with `qatpack --debug ...` and report what it prints."
+            ) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="qatpack")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Exact W4A16 builds of Gemma's quantization-aware-trained checkpoints.
+
+    Results go to stdout, progress and warnings to stderr. Exit status: 0 fine, 1 failed or proof
+    not met, 2 wrong usage.
+
+    \b
+    Example:
+      qatpack repack google/gemma-4-E2B-it-qat-q4_0-unquantized gemma-4-E2B-it-w4a16
+    """
+
+
+for _command in (demo, inspect, repack):
+    main.add_command(_command)

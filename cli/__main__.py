@@ -1,0 +1,5 @@
+"""`python -m qatpack.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,309 @@
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from qatpack.checkpoint import writer as module
+from qatpack.checkpoint.errors import CheckpointError, OutputError
+from qatpack.checkpoint.folder import Checkpoint
+from qatpack.checkpoint.header import read_header
+from qatpack.checkpoint.reader import NUMPY_DTYPES, TensorReader
+from qatpack.checkpoint.writer import (
+    PAGE,
+    ShardWriter,
+    TensorSpec,
+    check_output,
+    plan_shards,
+    shard_index,
+    write_file,
+)
+
+DTYPES = ("BF16", "F16", "F32", "I32", "I64", "U8", "F64")
+
+
+def random_bytes(spec, seed=0):
+    rng = np.random.default_rng(seed + len(spec.name))
+    return rng.integers(0, 256, spec.nbytes, np.uint8)
+
+
+def write_all(folder, layout, reader=None):
+    with ShardWriter(folder, layout) as writer:
+        for spec in layout.specs:
+            if spec.source is not None:
+                writer.copy(spec.name, reader.descriptor(spec.source.file))
+            else:
+                data = random_bytes(spec)
+                half = spec.nbytes // 2
+                writer.write(spec.name, half, data[half:])
+                writer.write(spec.name, 0, data[:half])
+        return writer.commit()
+
+
+specs = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)), max_size=12
+).map(lambda items: [TensorSpec(f"t{i}", d, tuple(s)) for i, (d, s) in enumerate(items)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs)
+def test_any_layout_reads_back_aligned(tmp_path_factory, specs):
+    folder = tmp_path_factory.mktemp("layout")
+    (layout,) = plan_shards([specs], shard_bytes=1 << 40)
+    path = write_all(folder, layout)
+    header = read_header(path)
+    assert header.metadata == {"format": "pt"}
+    assert header.data_start % 8 == 0
+    assert path.stat().st_size == layout.size
+    for tensor in header.tensors:
+        assert tensor.offset % NUMPY_DTYPES[tensor.dtype].itemsize == 0
+    with safe_open(path, "np") as file:
+        assert set(file.keys()) == {s.name for s in specs}
+    with TensorReader() as reader:
+        for spec in specs:
+            tensor = next(t for t in header.tensors if t.name == spec.name)
+            array = reader.read(tensor)
+            assert array.shape == spec.shape
+            assert array.tobytes() == random_bytes(spec).tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs, st.integers(1, 4000))
+def test_shards_keep_order_units_and_size(specs, shard_bytes):
+    layouts = plan_shards([[s] for s in specs], shard_bytes=shard_bytes)
+    names = [s.name for s in specs]
+    assert sorted(s.name for layout in layouts for s in layout.specs) == sorted(names)
+    for layout in layouts:
+        size = sum(s.nbytes for s in layout.specs)
+        largest = max((s.nbytes for s in layout.specs), default=0)
+        assert size <= shard_bytes or size == largest
+    expected = [
+        f"model-{i:05}-of-{len(layouts):05}.safetensors" for i in range(1, len(layouts) + 1)
+    ]
+    assert [x.file_name for x in layouts] == (
+        expected if len(layouts) > 1 else ["model.safetensors"]
+    )
+    index = shard_index(layouts)
+    assert index["metadata"]["total_size"] == sum(s.nbytes for s in specs)
+    assert list(index["weight_map"]) == sorted(names)
+
+
+def test_a_unit_is_never_torn():
+    units = [[TensorSpec(f"{u}{i}", "U8", (10,)) for i in range(3)] for u in "ab"]
+    layouts = plan_shards(units, shard_bytes=40)
+    assert [sorted(s.name for s in x.specs) for x in layouts] == [
+        ["a0", "a1", "a2"],
+        ["b0", "b1", "b2"],
+    ]
+
+
+def test_largest_copy_is_in_step_with_its_pages(tmp_path):
+    arrays = {
+        "a": tiny.noise(np.random.default_rng(0), 3),
+        "big": tiny.noise(np.random.default_rng(1), 64, 256),
+    }
+    source = Checkpoint.open(tiny.write(tmp_path / "c", arrays, cfg={}))
+    (layout,) = plan_shards(
+        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+    )
+    at = dict(zip((s.name for s in layout.specs), layout.offsets, strict=True))
+    difference = at["big"] - source["big"].offset
+    assert difference % (PAGE if source["big"].offset % 8 == 0 else 8) in (0, difference % 8)
+    if source["big"].offset % 8 == 0:
+        assert difference % PAGE == 0
+    with TensorReader() as reader:
+        path = write_all(tmp_path, layout, reader)
+    for name, array in load_file(path).items():
+        assert array.tobytes() == arrays[name].tobytes()
+
+
+@pytest.mark.parametrize("failure", [errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, None])
+def test_plain_copy_where_the_kernel_will_not(tmp_path, monkeypatch, failure):
+    def refuse(*_):
+        raise OSError(failure, os.strerror(failure))
+
+    if failure is None:
+        monkeypatch.delattr(os, "copy_file_range")
+    else:
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(module, "PLAIN_CHUNK", 1000)
+    source = Checkpoint.open(tiny.write(tmp_path / "c"))
+    (layout,) = plan_shards(
+        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+    )
+    with TensorReader() as reader:
+        path = write_all(tmp_path, layout, reader)
+    for name, array in load_file(path).items():
+        assert array.tobytes() == tiny.tensors()[name].tobytes()
+
+
+def test_source_that_shrinks_while_copied(tmp_path):
+    source = Checkpoint.open(tiny.write(tmp_path / "c"))
+    os.truncate(tmp_path / "c" / "model.safetensors", 3000)
+    (layout,) = plan_shards(
+        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+    )
+    with TensorReader() as reader, pytest.raises(CheckpointError, match="cut while being read"):
+        write_all(tmp_path, layout, reader)
+    assert not list(tmp_path.glob("model*"))
+
+
+def test_source_that_shrinks_while_read(tmp_path):
+    source = Checkpoint.open(tiny.write(tmp_path / "c"))
+    os.truncate(tmp_path / "c" / "model.safetensors", 3000)
+    tensor = max(source.tensors.values(), key=lambda t: t.offset + t.nbytes)
+    with TensorReader() as reader, pytest.raises(CheckpointError, match="cut while being read"):
+        reader.read(tensor)
+
+
+LAYOUT = plan_shards([[TensorSpec("a", "I32", (4,)), TensorSpec("b", "U8", (3,))]], shard_bytes=99)
+
+
+def test_nothing_stands_under_the_final_name_before_commit(tmp_path):
+    with ShardWriter(tmp_path, LAYOUT[0]) as writer:
+        assert not writer.path.exists()
+        writer.write("a", 0, np.arange(4, dtype="<i4"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commit_refuses_an_unfinished_tensor(tmp_path):
+    with ShardWriter(tmp_path, LAYOUT[0]) as writer:
+        writer.write("a", 0, np.arange(4, dtype="<i4"))
+        with pytest.raises(ValueError, match="'b' is not written whole"):
+            writer.commit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_contiguous_little_endian_data_is_written(tmp_path):
+    with ShardWriter(tmp_path, LAYOUT[0]) as writer:
+        with pytest.raises(ValueError, match="contiguous"):
+            writer.write("a", 0, np.arange(8, dtype="<i4")[::2])
+        with pytest.raises(ValueError, match="little-endian"):
+            writer.write("a", 0, np.arange(4, dtype=">i4"))
+        with pytest.raises(ValueError, match="bytes 0 to 20 of 16"):
+            writer.write("a", 0, np.arange(5, dtype="<i4"))
+
+
+def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"), ShardWriter(tmp_path, LAYOUT[0]):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_same_input_same_bytes(tmp_path):
+    source = Checkpoint.open(tiny.write(tmp_path / "c"))
+    units = [[TensorSpec.copy_of(t)] for t in source.tensors.values()]
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        with TensorReader() as reader:
+            write_all(tmp_path / name, plan_shards(units, shard_bytes=1 << 40)[0], reader)
+    assert (tmp_path / "x/model.safetensors").read_bytes() == (
+        tmp_path / "y/model.safetensors"
+    ).read_bytes()
+
+
+def test_write_file_keeps_the_old_one_on_failure(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    write_file(path, b"old")
+
+    def fail(_):
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="I/O error"):
+        write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_output_may_be_new_or_empty(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    assert check_output(tmp_path / "out", source) == (tmp_path / "out.partial").resolve()
+    (tmp_path / "out").mkdir()
+    assert check_output(tmp_path / "out", source).name == "out.partial"
+    assert check_output(tmp_path / "a" / "b", source).name == "b.partial"
+
+
+def test_output_that_is_refused(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (tmp_path / "link").symlink_to(source)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    for out, word in {
+        source: "source",
+        tmp_path / "link": "source",
+        source / "inside": "source",
+        tmp_path: "source",
+        tmp_path / "file": "is a file",
+        tmp_path / "full": "not empty",
+        tmp_path / "dangling": "link to nothing",
+        tmp_path / "file" / "x": "cannot be written",
+    }.items():
+        with pytest.raises(OutputError, match=word):
+            check_output(out, source)
+
+
+def test_parent_without_write_permission(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OutputError, match="cannot be written"):
+        check_output(tmp_path / "out", tmp_path / "elsewhere")
+
+
+COPY_SCRIPT = """
+import sys
+from pathlib import Path
+from qatpack.checkpoint.folder import Checkpoint
+from qatpack.checkpoint.reader import TensorReader
+from qatpack.checkpoint.writer import ShardWriter, TensorSpec, plan_shards
+source = Checkpoint.open(Path(sys.argv[1]))
+units = [[TensorSpec.copy_of(t)] for t in source.tensors.values()]
+with TensorReader() as reader:
+    for layout in plan_shards(units, shard_bytes=1 << 40):
+        with ShardWriter(Path(sys.argv[2]), layout) as writer:
+            for spec in layout.specs:
+                writer.copy(spec.name, reader.descriptor(spec.source.file))
+            writer.commit()
+anonymous = [l for l in open("/proc/self/status") if l.startswith("RssAnon")]
+print(anonymous[0].split()[1] if anonymous else 0)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_copying_a_large_tensor_takes_little_memory(tmp_path):
+    size = 300_000_000
+    header = json.dumps(
+        {"big": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    ).encode()
+    source = tmp_path / "c"
+    source.mkdir()
+    with open(source / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    done = subprocess.run(
+        [sys.executable, "-c", COPY_SCRIPT, str(source), str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert int(done.stdout) * 1024 < 100_000_000
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert peak == before or peak * 1024 < 150_000_000
+    assert (tmp_path / "model.safetensors").stat().st_size > size
