@@ -144,7 +144,9 @@ def test_prefixes(prefix):
 
 def test_mixed_prefixes_are_refused_by_name():
     names = ["model.layers.0.x", "model.language_model.layers.0.x"]
-    with pytest.raises(CheckpointError, match=r"model\.language_model\.layers\.0\.x and model\.layers"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.language_model\.layers\.0\.x and model\.layers"
+    ):
         text_prefix(names)
 
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
+
 from qatpack.evaluate.gemma4.config import Config, read_config
 from qatpack.evaluate.gemma4.weights import assemble
-from transformers import AutoConfig, Gemma4ForCausalLM, Gemma4UnifiedForCausalLM
 
 DATA = Path(__file__).parents[2] / "data"
 FAMILY = ("e2b", "e4b", "12b", "31b")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
+
 from qatpack.checkpoint.errors import ModelError
 from qatpack.evaluate.gemma4.config import FULL, SLIDING, read_config, tensor_shapes
-from transformers import AutoConfig
 
 from .conftest import DATA, FAMILY
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+
 from qatpack.evaluate.gemma4 import attention, model
 
 from .conftest import Reference, reference
