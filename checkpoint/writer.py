@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +24,9 @@ from .header import DTYPE_BITS, TensorInfo, tensor_bytes
 # Between files that share an alignment of pages, copy_file_range moves whole pages: five times
 # the speed of the unaligned case.
 PAGE = 4096
-COPY_CHUNK = 1 << 28
+COPY_CHUNK = 1 << 27
 PLAIN_CHUNK = 1 << 23
+FLUSH_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,9 @@ class TensorSpec:
     source: TensorInfo | None = None
 
     @classmethod
-    def copy_of(cls, tensor: TensorInfo) -> TensorSpec:
-        """The pass-through of a source tensor under its own name."""
-        return cls(tensor.name, tensor.dtype, tensor.shape, tensor)
+    def copy_of(cls, tensor: TensorInfo, name: str) -> TensorSpec:
+        """The pass-through of a source tensor under `name`."""
+        return cls(name, tensor.dtype, tensor.shape, tensor)
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +156,7 @@ class ShardWriter:
         self._file = os.open(
             self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
         )
+        self._flusher = _Flusher(self._file)
 
     def __enter__(self) -> ShardWriter:
         try:
@@ -174,6 +177,7 @@ class ShardWriter:
             self._discard()
 
     def _discard(self) -> None:
+        self._flusher.stop()
         os.close(self._file)
         self._file = -1
         self._temporary.unlink(missing_ok=True)
@@ -190,26 +194,70 @@ class ShardWriter:
             raise ValueError(f"{name}: bytes {start} to {start + data.nbytes} of {nbytes}")
         _write_all(self._file, memoryview(data.reshape(-1).view(np.uint8)), offset + start)
         self._missing[name] -= data.nbytes
+        self._flusher.add(data.nbytes)
 
-    def copy(self, name: str, source: int) -> None:
-        """Copy the pass-through tensor `name` from the open source file `source`."""
-        spec = next(s for s in self.layout.specs if s.name == name)
+    def copy(self, spec: TensorSpec, source: int, progress: Callable[[int], object]) -> None:
+        """Copy a pass-through tensor from the open file `source`; `progress` gets the bytes."""
         if spec.source is None:
-            raise ValueError(f"{name} has no source to copy from")
-        copy_range(source, spec.source.offset, self._file, self._offsets[name][0], spec.nbytes)
-        self._missing[name] -= spec.nbytes
+            raise ValueError(f"{spec.name} has no source to copy from")
+        position = self._offsets[spec.name][0]
+        for moved in copy_range(source, spec.source.offset, self._file, position, spec.nbytes):
+            self._flusher.add(moved)
+            progress(moved)
+        self._missing[spec.name] -= spec.nbytes
 
     def commit(self) -> Path:
         """Fsync, rename to the final name and return it. ValueError if any byte is missing."""
         unfinished = [name for name, left in self._missing.items() if left]
         if unfinished:
             raise ValueError(f"{self.path}: {unfinished[0]!r} is not written whole")
+        self._flusher.stop()
+        if self._flusher.error is not None:
+            raise self._flusher.error
         os.fsync(self._file)
         os.close(self._file)
         self._file = -1
         os.replace(self._temporary, self.path)
         sync_folder(self.path.parent)
         return self.path
+
+
+class _Flusher:
+    """Sends a file to the disk on a thread while it is being filled, so that fsync has little left.
+
+    The kernel reports a failed write once, to whoever syncs first: `error` keeps it for `commit`.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.error: OSError | None = None
+        self._file = file
+        self._pending = 0
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="flush", daemon=True)
+        self._thread.start()
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes just written."""
+        self._pending += nbytes
+        if self._pending >= FLUSH_BYTES:
+            self._pending = 0
+            self._wake.set()
+
+    def stop(self) -> None:
+        """Let the thread end; the file may be closed afterwards."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._wake.wait() and not self._stopping:
+            self._wake.clear()
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self.error = error
+                return
 
 
 def _reserve(file: int, size: int) -> None:
@@ -231,8 +279,8 @@ def _write_all(file: int, view: memoryview, position: int) -> None:
         view, position = view[count:], position + count
 
 
-def copy_range(source: int, start: int, target: int, position: int, count: int) -> None:
-    """Copy `count` bytes between open files, in the kernel where it can.
+def copy_range(source: int, start: int, target: int, position: int, count: int) -> Iterator[int]:
+    """Copy `count` bytes between open files, in the kernel where it can; yields each step's bytes.
 
     Raises `CheckpointError` when the source ends early.
     """
@@ -256,6 +304,7 @@ def copy_range(source: int, start: int, target: int, position: int, count: int) 
                 "being read, restore it and run again."
             )
         start, position, count = start + moved, position + moved, count - moved
+        yield moved
 
 
 _NO_COPY_FILE_RANGE = (

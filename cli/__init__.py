@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import click
 
 from ..checkpoint.errors import QatpackError
 from .demo import demo
 from .inspect import inspect
 from .repack import repack
+from .text import warn
 
 
 class _Commands(click.Group):
     """Turns every error into one sentence on stderr, with a traceback only under --debug."""
 
     def invoke(self, ctx: click.Context) -> object:
+        warnings.showwarning = lambda message, *_, **__: warn(str(message))
         try:
             return super().invoke(ctx)
         except QatpackError as error:
@@ -36,7 +40,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="qatpack")
+@click.version_option(package_name="qatpack", prog_name="qatpack")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Exact W4A16 builds of Gemma's quantization-aware-trained checkpoints.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,12 @@ class _Size(click.ParamType):
         return nbytes
 
 
+def _hub_id(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+        raise click.BadParameter(f"{value!r} is no Hub id; write org/name.")
+    return value
+
+
 def cpu_only() -> None:
     """Keep JAX off accelerators: the recovery needs exactly rounded float32, and no TPU lock."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -75,7 +82,12 @@ def cpu_only() -> None:
 )
 @click.option("--shard-size", type=_Size(), default="5GB", show_default=True, help="Largest file.")
 @click.option("--no-hash", is_flag=True, help="Skip sha256 of weight files (and their --resume).")
-@click.option("--base-model", metavar="ORG/NAME", help="Hub id of a local SRC, for the card.")
+@click.option(
+    "--base-model",
+    metavar="ORG/NAME",
+    callback=_hub_id,
+    help="Hub id of a local SRC, for the card and the manifest.",
+)
 @click.option("--resume", is_flag=True, help="Go on with OUT.partial of an interrupted run.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or manifest as JSON.")
@@ -126,7 +138,9 @@ def repack(
         warn(message)
     if dry_run:
         free = job.free_space(working)
-        print_json(plan.summary()) if as_json else _print_plan(plan, out, free)
+        print_json({**plan.summary(), "free_bytes": free}) if as_json else _print_plan(
+            plan, out, free
+        )
         return
     with byte_bar("repack", plan.source_bytes) as progress:
         manifest = job.repack(origin, out, options, plan=plan, resume=resume, progress=progress)

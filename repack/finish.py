@@ -109,6 +109,10 @@ def _manifest(
             "pack_ple": options.pack_ple,
             "shard_bytes": options.shard_bytes,
         },
+        "text_prefix": {
+            "source": plan.layout.prefix,
+            "output": plan.output_name(plan.layout.prefix),
+        },
         "decode": "bf16(f32(scale) * level)",
         "totals": _totals(plan, sum(by_source.values(), Counts())),
         "packed": [

@@ -101,8 +101,7 @@ class Journal:
 
     def sha256(self, file_name: str) -> str | None:
         """The hash of a recorded shard; None for one that was not hashed."""
-        entry = self._shards.get(file_name)
-        return entry and entry["sha256"]
+        return self._shards.get(file_name, {}).get("sha256")
 
     def finish(self) -> None:
         """Remove the journal from the folder and give up the lock."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,10 @@ class Status(enum.IntEnum):
     """A NaN or an infinity."""
 
 
-TINY = 255
+GROUP = 32
+"""Values in a group, along the last axis."""
+
+TINY = len(Status)
 """Status of groups left to `qatpack.repack.tiny`: XLA on a CPU flushes denormals to zero."""
 
 SMALLEST = 0x0880
@@ -47,33 +50,31 @@ INF = 0x7F80
 # Adding 2^23 to 0 <= x < 2^22 leaves rint(x) in the low mantissa bits; a conversion to int
 # would cost XLA's clamping of every out-of-range case.
 MAGIC = F32(2.0**23)
-MAGIC_BITS = 0x4B000000
 # An end of a step interval that ties the right way (even mantissa) is moved outwards by CLOSED
-# float32 ulps, one that does not inwards by 3 * CLOSED. True ends differ by 2^-12 or not at all,
-# float16 candidates keep 2^-14 from an end they do not sit on, so 2^-17 decides every tie and
-# hides the rounding of the reciprocal.
-CLOSED = 0x20
-OPEN_BIT = 7
+# float32 ulps, one that does not inwards by 3 * CLOSED, at most 2^-17. True ends differ by 2^-12
+# or not at all, and a float16 candidate keeps 2^-14 from an end it does not sit on: so every tie
+# is decided, and the rounding of the reciprocal cannot matter.
+CLOSED = 0x10
 
 
 class Block(NamedTuple):
-    """What one block yields; arrays have one entry per group."""
+    """What one block yields, one entry per group: jax arrays, or numpy ones once fetched."""
 
-    packed: jax.Array  # uint8[groups, 16]
-    scale: jax.Array  # uint16[groups] bits of bfloat16 or float16, or uint32[groups] of float32
-    status: jax.Array  # uint8[groups]
-    peak: jax.Array  # uint8[groups]
-    lo: jax.Array  # float32[groups]
-    hi: jax.Array  # float32[groups]
-    step: jax.Array  # float32[groups]
-    totals: jax.Array  # int32[len(TOTALS)]
+    packed: Any  # uint8[groups, 16]
+    scale: Any  # uint16[groups] bits of bfloat16 or float16, or uint32[groups] of float32
+    status: Any  # uint8[groups] of Status, or TINY
+    peak: Any  # uint8[groups]
+    lo: Any  # float32[groups]
+    hi: Any  # float32[groups]
+    step: Any  # float32[groups]
+    identical: Any  # uint8[groups], of zero and certified groups, else 0
+    negative_zeros: Any  # uint8[groups], likewise
+    flags: Any  # uint8[groups] of EXACT_BF16 | EXACT_F16 | TIED, likewise
 
 
-TOTALS = (
-    *("zero", "certified", "exact_bf16", "exact_f16", "off_grid", "needs_negative_step"),
-    *("non_finite", "identical", "negative_zeros", "peak4", "peak5", "peak6", "peak7", "peak8"),
-)
-"""Names of `Block.totals`; tiny groups are in none of them."""
+EXACT_BF16, EXACT_F16, TIED = 1, 2, 4
+"""Flags: a step of that dtype is exact; both neighbours reproduce equally many values, and the
+scale is the lower one."""
 
 
 def _bits(x, dtype):
@@ -147,22 +148,19 @@ def _level(magnitude, per_level):
 
 def _ends(magnitude, per_level):
     """Ends of the interval of steps that round back to one value, as int32 bits."""
-    level = _level(magnitude, per_level)
-    inverse = F32(1) / level
-    inwards = ((magnitude >> U32(16)) & U32(1)) << U32(OPEN_BIT)
-    lo = _float(magnitude - U32(0x8000 + CLOSED) + inwards) * inverse
-    hi = _float(magnitude + U32(0x8000 + CLOSED) - inwards) * inverse
+    inverse = F32(1) / _level(magnitude, per_level)
+    odd = (magnitude >> U32(16)) & U32(1)
+    reach = U32(0x8000 + CLOSED) - odd * U32(4 * CLOSED)
+    lo = _float(magnitude - reach) * inverse
+    hi = _float(magnitude + reach) * inverse
     return _bits(lo, I32), _bits(hi, I32)
 
 
 def _interval(words, peak_bits, per_level):
     """Steps that round back to every value: lo and hi, f32[groups]; empty when lo > hi."""
-    low, high = (
-        # A zero allows every step: let it repeat the peak. A denormal beside a normal peak is
-        # on no level: keep it from being flushed to zero, so that 1/0 empties the interval.
-        jnp.maximum(jnp.where(m == U32(0), peak_bits[:, None], m), U32(0x01000000))
-        for m in _magnitudes(words)
-    )
+    # A zero allows every step: let it repeat the peak. Another value on level 0 divides by zero;
+    # whatever becomes of the interval, decoding refuses the group.
+    low, high = (jnp.where(m == U32(0), peak_bits[:, None], m) for m in _magnitudes(words))
     (lo0, hi0), (lo1, hi1) = (_ends(m, per_level[:, None]) for m in (low, high))
     lo, hi = _reduce(
         (jnp.maximum(lo0, lo1), jnp.minimum(hi0, hi1)),
@@ -204,73 +202,63 @@ def _flag(condition, value):
     return jnp.where(condition, U32(value), U32(0))
 
 
-def _tally(magnitude, raw, per_level, step, pair, unit):
-    """Per-value terms of `_score` for one column of each word."""
+def _tally(magnitude, raw, per_level, step, pair):
+    """Terms of `_score` for one column of each word: int32 and uint32."""
     level = _level(magnitude, per_level)
-    ends = _bits(magnitude, I32)
-    odd = (ends >> I32(16)) & I32(1)
-    near = jnp.abs(_bits(step * level, I32) - ends) + odd
-    count = _flag(near <= I32(0x8000), 1) + _flag(raw == U32(0x80000000), 1 << 6)
-    if pair is None:
-        return (count,)
-    below, above = (_bits(scale * level, I32) for scale in pair)
-    reach = I32(0x8000) - odd
-    count = count + _flag(below >= ends - reach, 1 << 12) + _flag(above <= ends + reach, 1 << 18)
-    product = level * (_float(magnitude) * unit)
-    return count, _bits(product + MAGIC, U32), _bits(level * level + MAGIC, U32)
+    bits = _bits(magnitude, I32)
+    odd = (bits >> I32(16)) & I32(1)
+    miss = jnp.abs(_bits(step * level, I32) - bits) + odd
+    count = _flag(raw == U32(0x80000000), 1)
+    if pair is not None:
+        below, above = (_bits(scale * level, I32) for scale in pair)
+        reach = I32(0x8000) - odd
+        count = count + _flag(below >= bits - reach, 1 << 8)
+        count = count + _flag(above <= bits + reach, 1 << 16)
+    return miss, count
 
 
 class _Score(NamedTuple):
-    decoded: jax.Array  # values that the float32 step reproduces
-    negative_zeros: jax.Array
-    below: jax.Array | None = None  # values that the smaller 16-bit candidate reproduces
-    above: jax.Array | None = None
-    products: jax.Array | None = None  # sum of level * |value| * unit
-    squares: jax.Array | None = None  # sum of level^2
+    decoded: jax.Array  # bool[groups]: the float32 step reproduces every value
+    negative_zeros: jax.Array  # uint32[groups]
+    below: jax.Array  # values that the smaller 16-bit candidate reproduces, uint32[groups]
+    above: jax.Array  # and the larger one
 
 
-def _score(words, per_level, step, pair, unit):
+def _score(words, per_level, step, pair):
     """Decode every value with the step, and with the 16-bit candidates on either side.
 
-    Rounding is monotone in the step and every value's own interval contains the group's, so a
-    candidate below it fails only the lower ends, and one above it only the upper ends.
+    A product rounds to a value when their bits differ by at most half a bf16 ulp, 0x8000, and
+    by less for an odd mantissa. Rounding is monotone and every value's own interval contains the
+    group's, so a step below that one fails at lower ends only, and one above at upper ends only.
     """
-    column = lambda x: x[:, None]  # noqa: E731
-    args = (column(per_level), column(step), pair and tuple(map(column, pair)), column(unit))
-    low, high = (
-        _tally(m, raw, *args) for m, raw in zip(_magnitudes(words), _halves(words), strict=True)
+    per_level, step = per_level[:, None], step[:, None]
+    pair = None if pair is None else tuple(x[:, None] for x in pair)
+    (miss0, count0), (miss1, count1) = (
+        _tally(m, raw, per_level, step, pair)
+        for m, raw in zip(_magnitudes(words), _halves(words), strict=True)
     )
-    sums = tuple(a + b for a, b in zip(low, high, strict=True))
-    sums = _reduce(sums, (U32(0),) * len(sums), (lax.add,) * len(sums))
-    counts = [(sums[0] >> U32(shift)) & U32(63) for shift in (0, 6, 12, 18)]
-    if pair is None:
-        return _Score(*counts[:2])
-    excess = U32(32 * MAGIC_BITS % 2**32)
-    return _Score(*counts, *((s - excess).astype(F32) for s in sums[1:]))
+    miss, count = _reduce(
+        (jnp.maximum(miss0, miss1), count0 + count1), (I32(0), U32(0)), (jnp.maximum, lax.add)
+    )
+    fields = (count & U32(0xFF), (count >> U32(8)) & U32(0xFF), count >> U32(16))
+    return _Score(miss <= I32(0x8000), *fields)
 
 
-def _choose(score, lo, hi, mid, pair, unit):
-    """The better 16-bit candidate and how many values it reproduces.
-
-    An exact one nearest the centre; else the one that reproduces most values; else the one with
-    the smaller sum of (scale * level - value)^2; else the nearest. No other number of the dtype
-    reproduces more, see `_score`.
-    """
+def _choose(score, lo, hi, mid, pair):
+    """The 16-bit scale, how many values it reproduces, and whether squared error must decide."""
     below, above = pair
     near = _nearest(mid, pair)
     exact = (lo <= near) & (near <= hi)
-    # Exact in float32: at most 12 bits times 12, against a sum below 2^21.
-    twice_fit = (below + above) * unit * score.squares
-    closer = jnp.where(
-        twice_fit == F32(2) * score.products,
-        near == above,
-        twice_fit < F32(2) * score.products,
-    )
-    upper = (score.above > score.below) | ((score.above == score.below) & closer)
-    # Both candidates clamped to the same side of the interval: only that side's count holds.
-    upper = (upper & ~(above < lo)) | (below > hi)
+    # Both candidates clamped to one side of the interval: only that side's count holds.
+    all_above, all_below = below > hi, above < lo
+    upper = (score.above > score.below) & ~all_below | all_above
     upper = jnp.where(exact, near == above, upper)
-    return jnp.where(upper, above, below), jnp.where(upper, score.above, score.below)
+    tied = (score.above == score.below) & ~(exact | all_above | all_below)
+    return (
+        jnp.where(upper, above, below),
+        jnp.where(upper, score.above, score.below),
+        tied,
+    )
 
 
 def _pack(words, per_level):
@@ -284,24 +272,10 @@ def _pack(words, per_level):
 def _status(peak, decoded, lands_on_plus_8, lands_on_minus_8):
     refused = jnp.where(lands_on_minus_8, U32(Status.OFF_GRID), U32(Status.NEEDS_NEGATIVE_STEP))
     status = jnp.where(lands_on_plus_8, refused, U32(Status.CERTIFIED))
-    status = jnp.where(decoded == U32(32), status, U32(Status.OFF_GRID))
+    status = jnp.where(decoded, status, U32(Status.OFF_GRID))
     status = jnp.where(peak < U32(SMALLEST), U32(TINY), status)
     status = jnp.where(peak == U32(0), U32(Status.ZERO), status)
     return jnp.where(peak >= U32(INF), U32(Status.NON_FINITE), status)
-
-
-def _totals(status, level, exact_bf16, exact_f16, identical, negative_zeros):
-    certified = status == U32(Status.CERTIFIED)
-    zero = status == U32(Status.ZERO)
-    columns = (
-        *(_flag(zero, 1), _flag(certified, 1)),
-        *(_flag(certified & exact_bf16, 1), _flag(certified & exact_f16, 1)),
-        *(_flag(status == U32(code), 1) for code in (2, 3, 4)),
-        *(jnp.where(zero | certified, x, U32(0)) for x in (identical, negative_zeros)),
-        *(_flag(certified & (level == F32(m)), 1) for m in range(4, 9)),
-    )
-    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
-    return jnp.stack(lax.reduce(columns, (U32(0),) * len(columns), add, (0,))).astype(I32)
 
 
 @functools.partial(jax.jit, static_argnames="scale_dtype")
@@ -325,26 +299,30 @@ def recover_words(words, *, scale_dtype):
     step = jnp.where(holds(nearest), nearest, mid)
 
     pair = None if scale_dtype == "float32" else _neighbours(mid, scale_dtype)
-    # 2^11 over the peak's power of two makes every value on a level an integer below 2^12.
-    unit = F32(2.0**11) / _float(peak_bits & U32(INF << 16))
-    score = _score(words, per_level, step, pair, unit)
-    scale, identical = (
-        (step, score.decoded) if pair is None else _choose(score, lo, hi, mid, pair, unit)
-    )
+    score = _score(words, per_level, step, pair)
+    if pair is None:
+        scale, identical, tied = step, U32(GROUP), np.False_
+    else:
+        scale, identical, tied = _choose(score, lo, hi, mid, pair)
+
     is_8 = level == F32(8)
     minus_8 = is_8 & (_float(negative << U32(16)) >= near_peak)
     status = _status(peak, score.decoded, is_8 & reaches_8, minus_8)
-    scale = jnp.where(peak == U32(0), F32(1), scale)
-    identical = jnp.where(peak == U32(0), U32(32), identical) - score.negative_zeros
+    zero, certified = status == U32(Status.ZERO), status == U32(Status.CERTIFIED)
+    identical = jnp.where(zero, U32(GROUP), identical) - score.negative_zeros
+    flags = _flag(holds(nearest), EXACT_BF16) | _flag(holds(half), EXACT_F16) | _flag(tied, TIED)
+    small = lambda x, where: jnp.where(where, x, U32(0)).astype(jnp.uint8)  # noqa: E731
     return Block(
         packed=_pack(words, per_level),
-        scale=_scale_bits(scale, scale_dtype),
+        scale=_scale_bits(jnp.where(zero, F32(1), scale), scale_dtype),
         status=status.astype(jnp.uint8),
-        peak=jnp.where(peak == U32(0), F32(0), level).astype(jnp.uint8),
+        peak=jnp.where(zero, F32(0), level).astype(jnp.uint8),
         lo=lo,
         hi=hi,
         step=step,
-        totals=_totals(status, level, holds(nearest), holds(half), identical, score.negative_zeros),
+        identical=small(identical, zero | certified),
+        negative_zeros=small(score.negative_zeros, zero | certified),
+        flags=small(flags, certified),
     )
 
 

@@ -125,11 +125,10 @@ def fused_with(module: str) -> str:
     return head + separator.rstrip(".") if separator else module
 
 
-def module_names(module: str) -> tuple[str, ...]:
+def module_names(module: str, model_type: str) -> tuple[str, ...]:
     """The names a reader may know a module by: as in the tensors, and as transformers has it."""
-    names = [module]
-    names += [module.replace(a, b) for a, b in _MODULE_NAMES if module.endswith(a)]
-    return tuple(names)
+    renames = _MODULE_NAMES if model_type == "gemma4_unified" else ()
+    return (module, *(module.replace(a, b) for a, b in renames if module.endswith(a)))
 
 
 def dense_linears(layout: Layout, dense: Iterable[str]) -> tuple[str, ...]:
@@ -139,13 +138,15 @@ def dense_linears(layout: Layout, dense: Iterable[str]) -> tuple[str, ...]:
     quantization_config has to name.
     """
     embeddings = (Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.HEAD)
+    model_type = str(layout.checkpoint.config.get("model_type"))
     modules: dict[str, None] = {}
     for name in dense:
         tensor, role = layout.checkpoint[name], layout.roles[name]
         if role is Role.EXPERTS:
             modules[name.removesuffix(".weight").rpartition(".")[0]] = None
         elif len(tensor.shape) == 2 and name.endswith(".weight") and role not in embeddings:
-            modules.update(dict.fromkeys(module_names(name.removesuffix(".weight"))))
+            names = module_names(name.removesuffix(".weight"), model_type)
+            modules.update(dict.fromkeys(names))
     return (*modules, "lm_head")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.naming import TEXT_PREFIXES
 from ..checkpoint.reader import TensorReader, aligned_empty
 from ..checkpoint.writer import TensorSpec
 from .layout import (
@@ -22,6 +23,8 @@ from .layout import (
 
 ScaleDtype = Literal["bfloat16", "float16", "float32"]
 STORED_DTYPES: Mapping[ScaleDtype, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+TEXT_ONLY_PREFIX = TEXT_PREFIXES[-1]
 
 _REASONS = {
     Role.EMBEDDING: "token embedding: readers cannot load a packed one under a tied head",
@@ -42,7 +45,8 @@ class Options:
       float32 keeps every value bit for bit for readers that multiply in float32.
     - `keep_off_grid`: leave a tensor that does not certify, and the ones fused with it, in bf16
       instead of stopping.
-    - `text_only`: drop the vision and audio towers and their embedders.
+    - `text_only`: drop the vision and audio towers and their embedders, and name the text decoder
+      `model.*`, as transformers' causal class wants it (vLLM takes both names).
     - `pack_ple`: pack the per-layer embedding too (vLLM >= 0.29 on GPU reads it).
     - `shard_bytes`: most tensor bytes of one output file.
     - `hash_files`: record sha256 of every source and output file.
@@ -110,6 +114,10 @@ class Plan:
     dropped: Mapping[str, str]
     ignore: tuple[str, ...]
 
+    def output_name(self, name: str) -> str:
+        """The name in the output of a source tensor or module."""
+        return output_name(name, self.layout, self.options)
+
     @property
     def packed_sources(self) -> tuple[TensorInfo, ...]:
         """The source tensors that are packed, each once."""
@@ -122,7 +130,7 @@ class Plan:
             modules.setdefault(module.source.name, []).append(module)
         for tensor in self.layout.checkpoint.tensors.values():
             if tensor.name in self.copied:
-                yield (TensorSpec.copy_of(tensor),)
+                yield (TensorSpec.copy_of(tensor, self.output_name(tensor.name)),)
             for module in modules.get(tensor.name, ()):
                 yield module.specs(self.options.scale_dtype)
 
@@ -187,7 +195,7 @@ def make_plan(
         module
         for t in layout.checkpoint.tensors.values()
         if layout.roles[t.name] in wanted and t.name not in dense
-        for module in packed_modules(t, layout.roles[t.name])
+        for module in packed_modules(t, layout.roles[t.name], output_name(t.name, layout, options))
     )
     sources = {m.source.name for m in packed}
     copied = {
@@ -195,21 +203,29 @@ def make_plan(
         for name, role in layout.roles.items()
         if name not in dropped and name not in sources
     }
-    ignore = dense_linears(layout, copied)
+    ignore = tuple(output_name(m, layout, options) for m in dense_linears(layout, copied))
     plan = Plan(layout, options, packed, copied, dropped, ignore)
     _check_sum(plan, sources)
     return plan
 
 
-def packed_modules(tensor: TensorInfo, role: Role) -> list[PackedModule]:
-    """The modules one source tensor becomes: itself, or one per expert, unfused.
+def output_name(name: str, layout: Layout, options: Options) -> str:
+    """The name in the output of a tensor or module: a text-only build's decoder is `model.*`."""
+    if options.text_only and name.startswith(layout.prefix):
+        return TEXT_ONLY_PREFIX + name.removeprefix(layout.prefix)
+    return name.removeprefix("language_model.") if options.text_only else name
+
+
+def packed_modules(tensor: TensorInfo, role: Role, name: str) -> list[PackedModule]:
+    """The modules one source tensor becomes: `name`, or one per expert, unfused.
 
     Stacked experts are [experts, out, in], gate before up; vLLM's loader takes them one by one as
     `experts.<e>.gate_proj`.
     """
+    name = name.removesuffix(".weight")
     if role is not Role.EXPERTS:
-        return [PackedModule(tensor.name.removesuffix(".weight"), tensor, 0, tensor.rows)]
-    parent, _, part = tensor.name.removesuffix(".weight").rpartition(".")
+        return [PackedModule(name, tensor, 0, tensor.rows)]
+    parent, _, part = name.rpartition(".")
     parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
     experts, out = tensor.shape[0], tensor.shape[1] // len(parts)
     return [

@@ -48,12 +48,13 @@ def describe(bits: np.ndarray, status: Status) -> str:
 
 def _values(bits: np.ndarray) -> np.ndarray:
     """bf16 bits as float64, signed."""
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(float)
 
 
 def _certified(groups: np.ndarray) -> np.ndarray:
     """bool[groups]: some peak level gives a step that rounds to every value."""
-    finite = ((groups & 0x7FFF) < 0x7F80).all(axis=1)
+    finite = np.all((groups & 0x7FFF) < 0x7F80, axis=1)
     groups = np.where(finite[:, None], groups, 0)
     good = np.zeros(len(groups), bool)
     for level in PEAK_LEVELS:

@@ -65,7 +65,7 @@ def pack_module(
     writer.write(shape, 0, np.array([module.rows, module.columns], "<i8"))
     for block in blocks(module, reader, scale_dtype):
         if fault := first_fault(module, block):
-            raise GridError(f"{fault}; {ADVICE}.")
+            raise GridError(f"{module.source.file}: {module.source.name} {fault}; {ADVICE}.")
         writer.write(packed, block.first * GROUP_SIZE // 2, block.result.packed)
         writer.write(scale, block.first * block.result.scale.itemsize, block.result.scale)
         total += block.result.counts
@@ -80,7 +80,7 @@ ADVICE = (
 
 
 def first_fault(module: PackedModule, block: Block) -> str | None:
-    """Where and why the first uncertified group of a block fails, or None.
+    """Where in its tensor and why the first uncertified group of a block fails, or None.
 
     Raises `GridError` for NaN or Inf: a checkpoint that holds one is damaged.
     """
@@ -89,14 +89,17 @@ def first_fault(module: PackedModule, block: Block) -> str | None:
         return None
     index = int(np.argmin(good))
     row, group = divmod(block.first + index, module.columns // GROUP_SIZE)
-    where = (
-        f"{module.source.file}: {module.source.name} row {module.row + row}, group {group} "
-        f"(columns {group * GROUP_SIZE} to {(group + 1) * GROUP_SIZE - 1})"
+    columns = f"{group * GROUP_SIZE} to {(group + 1) * GROUP_SIZE - 1}"
+    fault = (
+        f"row {module.row + row}, group {group} (columns {columns}): "
+        f"{describe_group(block.bits[index])}"
     )
-    said = f"{where} {describe_group(block.bits[index])}"
     if block.result.status[index] == Status.NON_FINITE:
-        raise GridError(f"{said}; the checkpoint is damaged, download it again.")
-    return said
+        raise GridError(
+            f"{module.source.file}: {module.source.name} {fault}; the checkpoint is damaged, "
+            "download it again."
+        )
+    return fault
 
 
 def find_fault(module: PackedModule, reader: TensorReader, progress: Progress) -> str | None:
@@ -122,8 +125,7 @@ def write_shard(
     counts: dict[str, Counts] = {}
     for spec in writer.layout.specs:
         if spec.source is not None:
-            writer.copy(spec.name, reader.descriptor(spec.source.file))
-            progress(spec.nbytes)
+            writer.copy(spec, reader.descriptor(spec.source.file), progress)
     for spec in writer.layout.specs:
         if module := modules.get(spec.name):
             counts[module.module] = pack_module(module, reader, writer, scale_dtype, progress)

@@ -48,9 +48,8 @@ def _recover_chunk(bits: np.ndarray, scale_dtype: str) -> TinyBlock:
     flipped = np.zeros(len(bits), bool)
     flipped[~found] = _search(magnitude[~found], ~negative[~found])[0] > 0
     lo, hi = _interval(magnitude, level)
-    with np.errstate(invalid="ignore"):  # inf - inf where nothing was found
-        mid = (lo + 0.5 * (hi - lo)).astype(np.float32)
-    mid = np.where(found, np.where(_count(mid, level, magnitude) == 32, mid, step), 1)
+    mid = np.where(found, lo + 0.5 * (hi - lo), 1).astype(np.float32)
+    mid = np.where(found & (_count(mid, level, magnitude) < 32), step, mid)
     nearest = _round(mid, "bfloat16")
     exact_bf16, exact_f16 = (
         _count(_round(mid, name), level, magnitude) == 32 for name in ("bfloat16", "float16")
@@ -120,22 +119,14 @@ def _choose(
     """The scale of a 16-bit dtype, by the rule of `qatpack.repack.grid`."""
     nearest = _bits(_round(mid, scale_dtype), scale_dtype).astype(np.int64)
     value = _value(magnitude.astype(np.int64) << 16)
-    unit = value.max(1)
-    best, best_key = None, None
-    for move in (0, -1, 1):
-        # From the smallest positive number to the largest finite one.
-        top = 0x7F7F if scale_dtype == "bfloat16" else 0x7BFF
-        bits = np.clip(nearest + move, 1, top).astype(np.uint16)
-        scale = bits.view(SCALE_DTYPES[scale_dtype]).astype(np.float32)
-        error = (((scale[:, None].astype(float) * level - value) / unit[:, None]) ** 2).sum(1)
-        key = np.stack([-_count(scale, level, magnitude), error])
-        if best is None:
-            best, best_key = scale, key
-            continue
-        better = (key[0] < best_key[0]) | ((key[0] == best_key[0]) & (key[1] < best_key[1]))
-        better &= best_key[0] > -32
-        best, best_key = np.where(better, scale, best), np.where(better, key, best_key)
-    return best
+    top = 0x7F7F if scale_dtype == "bfloat16" else 0x7BFF  # the largest finite number
+    bits = [np.clip(nearest + move, 1, top).astype(np.uint16) for move in (0, -1, 1)]
+    scales = [b.view(SCALE_DTYPES[scale_dtype]).astype(np.float32) for b in bits]
+    missed = np.stack([32 - _count(scale, level, magnitude) for scale in scales])
+    unit = value.max(1, keepdims=True)  # keeps the squares in range
+    offsets = np.stack([(s[:, None].astype(float) * level - value) / unit for s in scales])
+    order = np.lexsort(((offsets**2).sum(2), missed), axis=0)[0]
+    return np.choose(np.where(missed[0] == 0, 0, order), scales)
 
 
 def _count(scale: np.ndarray, level: np.ndarray, magnitude: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
 import errno
 import json
 import os
-import resource
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -40,7 +40,9 @@ def write_all(folder, layout, reader=None):
     with ShardWriter(folder, layout) as writer:
         for spec in layout.specs:
             if spec.source is not None:
-                writer.copy(spec.name, reader.descriptor(spec.source.file))
+                steps = []
+                writer.copy(spec, reader.descriptor(spec.source.file), steps.append)
+                assert sum(steps) == spec.nbytes
             else:
                 data = random_bytes(spec)
                 half = spec.nbytes // 2
@@ -113,7 +115,7 @@ def test_largest_copy_is_in_step_with_its_pages(tmp_path):
     }
     source = Checkpoint.open(tiny.write(tmp_path / "c", arrays, cfg={}))
     (layout,) = plan_shards(
-        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+        [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()], shard_bytes=1 << 40
     )
     at = dict(zip((s.name for s in layout.specs), layout.offsets, strict=True))
     difference = at["big"] - source["big"].offset
@@ -138,7 +140,7 @@ def test_plain_copy_where_the_kernel_will_not(tmp_path, monkeypatch, failure):
     monkeypatch.setattr(module, "PLAIN_CHUNK", 1000)
     source = Checkpoint.open(tiny.write(tmp_path / "c"))
     (layout,) = plan_shards(
-        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+        [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()], shard_bytes=1 << 40
     )
     with TensorReader() as reader:
         path = write_all(tmp_path, layout, reader)
@@ -150,7 +152,7 @@ def test_source_that_shrinks_while_copied(tmp_path):
     source = Checkpoint.open(tiny.write(tmp_path / "c"))
     os.truncate(tmp_path / "c" / "model.safetensors", 3000)
     (layout,) = plan_shards(
-        [[TensorSpec.copy_of(t)] for t in source.tensors.values()], shard_bytes=1 << 40
+        [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()], shard_bytes=1 << 40
     )
     with TensorReader() as reader, pytest.raises(CheckpointError, match="cut while being read"):
         write_all(tmp_path, layout, reader)
@@ -203,9 +205,28 @@ def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_write_error_found_while_flushing_fails_the_commit(tmp_path, monkeypatch):
+    flushed = threading.Event()
+
+    def fail(_):
+        flushed.set()
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(module, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(os, "fsync", fail)
+    with ShardWriter(tmp_path, LAYOUT[0]) as writer:
+        writer.write("a", 0, np.arange(4, dtype="<i4"))
+        assert flushed.wait(10)
+        monkeypatch.undo()
+        writer.write("b", 0, np.arange(3, dtype="u1"))
+        with pytest.raises(OSError, match="I/O error"):
+            writer.commit()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_same_input_same_bytes(tmp_path):
     source = Checkpoint.open(tiny.write(tmp_path / "c"))
-    units = [[TensorSpec.copy_of(t)] for t in source.tensors.values()]
+    units = [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()]
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
         with TensorReader() as reader:
@@ -273,15 +294,15 @@ from qatpack.checkpoint.folder import Checkpoint
 from qatpack.checkpoint.reader import TensorReader
 from qatpack.checkpoint.writer import ShardWriter, TensorSpec, plan_shards
 source = Checkpoint.open(Path(sys.argv[1]))
-units = [[TensorSpec.copy_of(t)] for t in source.tensors.values()]
+units = [[TensorSpec.copy_of(t, t.name)] for t in source.tensors.values()]
 with TensorReader() as reader:
     for layout in plan_shards(units, shard_bytes=1 << 40):
         with ShardWriter(Path(sys.argv[2]), layout) as writer:
             for spec in layout.specs:
-                writer.copy(spec.name, reader.descriptor(spec.source.file))
+                writer.copy(spec, reader.descriptor(spec.source.file), lambda _: None)
             writer.commit()
-anonymous = [l for l in open("/proc/self/status") if l.startswith("RssAnon")]
-print(anonymous[0].split()[1] if anonymous else 0)
+# VmHWM, not ru_maxrss: that one survives exec and would tell of pytest itself.
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """
 
 
@@ -296,14 +317,11 @@ def test_copying_a_large_tensor_takes_little_memory(tmp_path):
     with open(source / "model.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     done = subprocess.run(
         [sys.executable, "-c", COPY_SCRIPT, str(source), str(tmp_path)],
         check=True,
         capture_output=True,
         text=True,
     )
-    assert int(done.stdout) * 1024 < 100_000_000
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert peak == before or peak * 1024 < 150_000_000
+    assert int(done.stdout) * 1024 < size / 2
     assert (tmp_path / "model.safetensors").stat().st_size > size

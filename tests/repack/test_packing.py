@@ -117,9 +117,9 @@ def test_decode_as_transformers_does():
 
 
 def test_decode_ties_subnormals_and_overflow():
-    # 257 * 2^k is halfway between two bfloat16 numbers for k = 0, 259 likewise: even wins.
+    # bfloat16 has 256 and 258 but not 257, 512 and 516 but not 514: a tie goes to even.
     levels = np.array([1, 2, 3, -1, 0, 0, 0, 7], np.int8)
-    for scale, expected in ((257.0, [256, 514 - 2, 772 - 4]), (2.0**-133, [2.0**-133, 2.0**-132])):
+    for scale, expected in ((257.0, [256, 512, 772, -256]), (2.0**-133, [2.0**-133, 2.0**-132])):
         values = decode(pack(levels), np.array([scale], np.float32), 8).astype(float)
         assert values[: len(expected)].tolist() == expected
     assert np.isinf(decode(pack(levels), np.array([2.0**127], np.float32), 8)[7])
