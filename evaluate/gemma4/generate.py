@@ -87,7 +87,9 @@ def step(
     kept = list(cache)
 
     def remember(index: int, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        layer = kept[index] = kv_cache.write(kept[index], k, v, at)
+        own = kept[index]
+        assert own is not None  # the layers that remember are those with a cache
+        layer = kept[index] = kv_cache.write(own, k, v, at)
         return layer["k"], layer["v"], kv_cache.held(at, layer["k"].shape[2])
 
     hidden = model.run_layers(weights, token[:, None], at[:, None], remember, config=config)
@@ -212,16 +214,17 @@ def stream(
         weights, tokens, counts, stops, jax.random.key(seed), sampling,
         config=config, cache_length=length,
     )  # fmt: skip
-    yield _emit(np.asarray(state.token)[:, None], stop, start)
-    left, done = max_tokens - 1, bool(np.all(state.done))
-    while left > 0 and not done:
+    ended = np.zeros(len(prompts), bool)
+    yield _emit(np.asarray(state.token)[:, None], ended, stop, start)
+    left, ended = max_tokens - 1, np.array(state.done)  # a copy: state is donated
+    while left > 0 and not ended.all():
         start = time.perf_counter()
         state, out, count = decode(
             weights, state, jnp.int32(min(left, chunk)), stops, sampling,
             config=config, chunk=chunk,
         )  # fmt: skip
-        left, done = left - int(count), bool(np.all(state.done))
-        yield _emit(np.asarray(out)[:, : int(count)], stop, start)
+        yield _emit(np.asarray(out)[:, : int(count)], ended, stop, start)
+        left, ended = left - int(count), np.array(state.done)
 
 
 def generate(
@@ -231,16 +234,9 @@ def generate(
 
     Options are those of `stream`. A row ends after its first stop id.
     """
-    chunks = list(
-        stream(weights, prompts, max_tokens=max_tokens, **{"chunk": max_tokens} | options)
-    )
-    rows: list[list[int]] = [[] for _ in prompts]
-    stop = set(options.get("stop", ()))
-    for chunk in chunks:
-        for row, new in zip(rows, chunk.tokens, strict=True):
-            if not (row and row[-1] in stop):
-                row.extend(new)
-    return rows, chunks
+    options.setdefault("chunk", max_tokens)
+    chunks = list(stream(weights, prompts, max_tokens=max_tokens, **options))
+    return [[t for c in chunks for t in c.tokens[row]] for row in range(len(prompts))], chunks
 
 
 def default_cache_length(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
@@ -269,10 +265,11 @@ def _batch(
     return jnp.asarray(tokens), jnp.asarray(counts, jnp.int32)
 
 
-def _emit(columns: np.ndarray, stop: Sequence[int], start: float) -> Chunk:
-    """A chunk of int32[B, n], each row cut after its first stop id."""
+def _emit(columns: np.ndarray, ended: np.ndarray, stop: Sequence[int], start: float) -> Chunk:
+    """A chunk of int32[B, n]: rows cut after their first stop id, empty where `ended` before."""
+    seconds = time.perf_counter() - start
     rows: list[list[int]] = []
-    for row in columns.tolist():
-        end = next((i + 1 for i, t in enumerate(row) if t in set(stop)), len(row))
-        rows.append(row[:end])
-    return Chunk(rows, time.perf_counter() - start, columns.shape[1])
+    for row, over in zip(columns.tolist(), ended, strict=True):
+        end = next((i + 1 for i, t in enumerate(row) if t in stop), len(row))
+        rows.append([] if over else row[:end])
+    return Chunk(rows, seconds, columns.shape[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def load(
     decode: Decode = "exact",
     dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Model:
     """Load the text decoder of a checkpoint, a packed build or a text-only one.
 
@@ -82,7 +82,7 @@ class _Source:
     decode: Decode
     dtype: Any
     mesh: jax.sharding.Mesh | None
-    progress: Callable[[int], None] | None
+    progress: Callable[[int], object] | None
 
     def full(self, name: str) -> str:
         """The checkpoint's name of one of ours; a head stands outside the decoder's prefix."""
@@ -146,15 +146,17 @@ def _check_names(checkpoint: Checkpoint, prefix: str, config: Config) -> None:
     expected = tensor_shapes(config)
     missing = [n for n in expected if not _stored(n, present)]
     if missing:
-        raise ModelError(f"{checkpoint.folder}: {_some(missing)} missing; download it again.")
+        raise ModelError(
+            f"{checkpoint.folder}: tensors missing: {_some(missing)}; download it again."
+        )
     if prefix == "model.":  # older names put the towers beside the decoder
         present = {n for n in present if n.startswith(("layers.", "embed_tokens", "per_layer_"))}
     known = {n.removesuffix(".weight") for n in expected} | {"lm_head"}
     surplus = [n for n in present if _module(n) not in known and not _shared_key(n, config)]
     if surplus:
         raise ModelError(
-            f"{checkpoint.folder}: {_some(sorted(surplus))} not part of this model; "
-            "config.json and weights are not of one export."
+            f"{checkpoint.folder}: tensors that are not part of this model: "
+            f"{_some(sorted(surplus))}; config.json and weights are not of one export."
         )
 
 
@@ -177,7 +179,6 @@ def _shared_key(name: str, config: Config) -> bool:
     return int(parts[1]) < len(config.layers) and not config.owns_kv(int(parts[1]))
 
 
-def _some(names: Iterable[str], limit: int = 5) -> str:
-    names = list(names)
+def _some(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{len(names)} tensors: {', '.join(names[:limit])}{more}:"
+    return ", ".join(names[:limit]) + more

@@ -94,6 +94,13 @@ def test_chunks_are_the_same_text_and_stop_ids_end_a_row(e2b: Reference) -> None
     stop = next(t for t in whole[0][4:] if t not in whole[0][:4] + whole[1])
     stopped = run(e2b, PROMPTS, sampling=HOT, stop=[stop, -1])
     assert stopped == [whole[0][: whole[0].index(stop) + 1], whole[1]]
+    chunks = list(
+        generate.stream(
+            e2b.weights, PROMPTS, config=e2b.config, max_tokens=NEW, chunk=4, sampling=HOT,
+            stop=[stop, -1],
+        )
+    )  # fmt: skip
+    assert [[t for c in chunks for t in c.tokens[row]] for row in (0, 1)] == stopped
 
 
 def test_the_loop_ends_when_all_rows_have_stopped(e2b: Reference) -> None:

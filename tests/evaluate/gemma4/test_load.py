@@ -57,7 +57,10 @@ def logits(loaded: Model) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return AutoModelForImageTextToText.from_pretrained(DEMO, dtype=torch.float32).eval()
+    # Not sdpa, the default: with it transformers 5.24's cached text departs from its own uncached.
+    return AutoModelForImageTextToText.from_pretrained(
+        DEMO, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def test_logits_of_the_embedded_checkpoint(reference: Any) -> None:
@@ -160,7 +163,7 @@ def test_older_prefix_and_surplus_shared_keys_are_accepted(tmp_path: Path) -> No
         (lambda t, p: t.update({f"{p}layers.3.odd": t[f"{p}norm.weight"]}), ModelError, "odd"),
         (
             lambda t, p: t.update({f"{p}layers.6.input_layernorm.weight": t[f"{p}norm.weight"]}),
-            ModelError, "layers.6.input_layernorm.weight not part of this model",
+            ModelError, "not part of this model: layers.6.input_layernorm.weight",
         ),
         (
             lambda t, p: t.update({f"{p}norm.weight": t[f"{p}norm.weight"][:-1].copy()}),
@@ -189,7 +192,7 @@ def test_a_missing_scale_is_named(build: Path, tmp_path: Path) -> None:
     name = next(n for n in tensors if n.endswith("layers.1.mlp.up_proj.weight_scale"))
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight missing"):
+    with pytest.raises(ModelError, match=r"missing: layers\.1\.mlp\.up_proj\.weight"):
         load(folder)
 
 
