@@ -93,11 +93,12 @@ def main() -> None:
         engines["transformers bf16"] = transformers_run(args.reference, prompt, args.tokens)
         engines["transformers 4-bit"] = transformers_run(args.build, prompt, args.tokens)
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    for run in engines.values():
-        run()
-    for _ in range(args.repeats):
+    for turn in range(args.repeats + 1):
         for name, run in engines.items():
-            rates[name].append(run())
+            rate = run()
+            print(f"turn {turn}: {name} {rate:.2f}", file=sys.stderr, flush=True)
+            if turn:  # the first one compiles and warms up
+                rates[name].append(rate)
     print(f"{'engine':28} {'tokens/s':>9} {'min':>7} {'max':>7}", file=sys.stderr)
     for name, found in rates.items():
         print(

@@ -96,7 +96,20 @@ def step(
     return hidden, tuple(kept)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "chunk"), donate_argnames="state")
+# XLA would move what is done to weights alone, a cast or a decoding, out of the loop: a second
+# copy of the whole model, made anew in every call.
+_NOTHING_HOISTED = {
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,"
+    "while-loop-expensive-invariant-code-motion"
+}
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "chunk"),
+    donate_argnames="state",
+    compiler_options=_NOTHING_HOISTED,
+)
 def decode(
     weights: model.Weights,
     state: State,

@@ -46,7 +46,8 @@ def _product(x: Array, w: Linear) -> Array:
     match w:
         case Words():
             # The barrier keeps the decoding out of the matmul: it is then the dense model's own.
-            return _dense(x, lax.optimization_barrier(packed.decode(w).astype(x.dtype)))
+            decoded = packed.decode(w).astype(x.dtype)
+            return _dense(x, lax.optimization_barrier(decoded))
         case Levels():
             return packed.times_levels(x, w) if few else _many(x, packed.scaled_levels(w, x.dtype))
         case Lanes():

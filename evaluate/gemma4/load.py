@@ -68,7 +68,6 @@ def load(
     with TensorReader() as reader:
         source = _Source(checkpoint, config, prefix, reader, decode, dtype, mesh, progress)
         weights = assemble(config, functools.partial(_leaf, source, tensor_shapes(config)))
-        jax.block_until_ready(weights)
     nbytes = sum(_nbytes(x) for x in jax.tree.leaves(weights))
     return Model(config, weights, nbytes)
 
@@ -99,10 +98,9 @@ class _Source:
         return array
 
     def put(self, name: str, array: np.ndarray) -> jax.Array:
-        """One array on the device, or cut over the mesh."""
-        if self.mesh is None:
-            return jax.device_put(array)
-        return jax.device_put(array, weight_sharding(self.mesh, name, array.shape, self.config))
+        """One array on the device, or cut over the mesh, and off the host before the next."""
+        where = self.mesh and weight_sharding(self.mesh, name, array.shape, self.config)
+        return jax.block_until_ready(jax.device_put(array, where))
 
 
 def _leaf(source: _Source, shapes: dict[str, tuple[int, ...]], name: str) -> Any:

@@ -127,6 +127,19 @@ def test_ten_prompts_within_one_padded_length_compile_once(
     assert traced == [32, 1]
 
 
+def test_the_loop_keeps_no_copy_of_the_weights() -> None:
+    ref = reference("e2b", torch.bfloat16)
+    state = generate.prefill(
+        ref.weights, jnp.zeros((1, 32), jnp.int32), jnp.array([3]), jnp.array(NEVER),
+        jax.random.key(0), None, config=ref.config, cache_length=64,
+    )  # fmt: skip
+    program = generate.decode.lower(
+        ref.weights, state, jnp.int32(4), jnp.array(NEVER), None, config=ref.config, chunk=4
+    ).compile()
+    weights = sum(x.nbytes for x in jax.tree.leaves(ref.weights))
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * weights
+
+
 def test_padded_lengths_are_few() -> None:
     lengths = {generate.padded_length(n) for n in range(1, 4097)}
     assert lengths == {32, 128, 512, 1024, 2048, 4096}
