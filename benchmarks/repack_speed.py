@@ -39,6 +39,7 @@ from qatpack.cli.text import share, table
 from qatpack.repack.packing import decode
 
 ROWS = 2048
+DATA = Path(__file__).parents[1] / "tests" / "data"
 TARGET = r"re:model\.language_model\..*(proj|gate|projection)$"
 PEER = f"""
 import sys
@@ -82,6 +83,8 @@ class Contender:
             raise SystemExit(f"{self.name} failed: {process.stderr.read().decode()[-2000:]}")
         if self.identical is None and not self.name.startswith("cp"):
             self.identical = identical_share(source, out)
+            if source.name == "E2B-all-all":
+                check_listing(out)
 
     def _sample(self, pid: int) -> None:
         try:
@@ -114,6 +117,27 @@ def identical_share(source: Path, build: Path) -> float:
                 same += int((value == reader.read_rows(weight, start, stop).view(np.uint16)).sum())
                 total += value.size
     return same / total
+
+
+def check_listing(build: Path) -> None:
+    """Stop unless an uncut E2B build holds exactly the tensors of Google's, without the head."""
+    listed = json.loads((DATA / "e2b_ct_tensors.json").read_text())
+    found = {(t.name, t.dtype, t.shape) for t in Checkpoint.open(build).tensors.values()}
+    if found != {(t["name"], t["dtype"], tuple(t["shape"])) for t in listed}:
+        raise SystemExit(f"{build}: differs from e2b_ct_tensors.json")
+    print(f"{len(found)} tensors, as in e2b_ct_tensors.json", file=sys.stderr)
+
+
+def import_seconds() -> float:
+    """Median of five fresh processes that import qatpack.cli, less those that import nothing."""
+    times: dict[str, list[float]] = {"import qatpack.cli": [], "pass": []}
+    for _ in range(5):
+        for statement, taken in times.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", statement], check=True)
+            taken.append(time.perf_counter() - start)
+    loaded, empty = map(statistics.median, times.values())
+    return loaded - empty
 
 
 def contenders(source: Path, out: Path, peer_python: str | None) -> list[Contender]:
@@ -181,11 +205,14 @@ def main() -> None:
     measure(found, source, out, options.repeats)
     print(f"{cut}: {nbytes / 1e9:.2f} GB, {options.repeats} rounds, {os.cpu_count()} cores\n")
     print(table(report(found, nbytes)))
+    imports = import_seconds()
+    print(f"\nimport qatpack.cli: {imports:.2f} s")
     print(
         json.dumps(
             {
                 "checkpoint": cut,
                 "bytes": nbytes,
+                "import_seconds": imports,
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores",
                 "versions": {name: version(name) for name in ("qatpack", "jax", "numpy")},
                 "runs": {

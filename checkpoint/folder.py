@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
-from .header import Header, TensorInfo, read_header, unique_keys
+from .header import Header, TensorInfo, read_header, regular_size, unique_keys
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -71,6 +71,7 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, refusing duplicate keys. Raises `CheckpointError`."""
     try:
+        regular_size(path)
         value = json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -102,11 +103,9 @@ def _open_indexed(folder: Path, present: Sequence[str]) -> tuple[tuple[Header, .
     headers = tuple(read_header(folder / name) for name in names)
     _check_map(folder, weight_map, headers)
     warnings = [
-        f"{folder / name}: not named by {INDEX_NAME}, left alone."
-        for name in present
-        if name not in names
+        f"{name}: not named by {INDEX_NAME}, left alone." for name in present if name not in names
     ]
-    warnings += _check_total(folder, index, headers)
+    warnings += _check_total(index, headers)
     return headers, warnings
 
 
@@ -137,13 +136,13 @@ def _check_map(folder: Path, weight_map: Mapping[str, str], headers: Sequence[He
         )
 
 
-def _check_total(folder: Path, index: Mapping[str, Any], headers: Sequence[Header]) -> list[str]:
+def _check_total(index: Mapping[str, Any], headers: Sequence[Header]) -> list[str]:
     metadata = index.get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(t.nbytes for h in headers for t in h.tensors)
     if stated is None or stated == actual:
         return []
-    return [f"{folder / INDEX_NAME}: says total_size {stated}, the tensors have {actual} bytes."]
+    return [f"{INDEX_NAME}: says total_size {str(stated)[:40]}, the tensors have {actual} bytes."]
 
 
 def _open_plain(folder: Path, present: Sequence[str]) -> tuple[tuple[Header, ...], list[str]]:
@@ -154,7 +153,7 @@ def _open_plain(folder: Path, present: Sequence[str]) -> tuple[tuple[Header, ...
     if SINGLE_NAME in present and len(present) > 1:
         used = [SINGLE_NAME]
         warnings = [
-            f"{folder / name}: {SINGLE_NAME} stands beside it and there is no index, left alone."
+            f"{name}: {SINGLE_NAME} stands beside it and there is no index, left alone."
             for name in present
             if name != SINGLE_NAME
         ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from .errors import CheckpointError
 
@@ -30,32 +28,32 @@ def hash_file(path: Path, *, progress: Callable[[int], object] | None = None) ->
 
 
 class BackgroundHasher:
-    """Hashes files on two threads; a context manager that stops them on the way out.
+    """Hashes files in turn on a thread; a context manager that waits for it.
 
-    hashlib works without the interpreter lock, so this takes the core that the packing leaves.
+    When an error leaves, it stops at once, or with `finish` after what can still be hashed.
+    hashlib works without the interpreter lock, so this takes a core that the packing leaves.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sha256")
-        self._stop = threading.Event()
+    def __init__(self, *, finish: bool = False) -> None:
+        self._finish = finish
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
+        self._stopping = False
 
-    def submit(self, path: Path) -> Future[str]:
-        """The future sha256 of `path`."""
-        return self._pool.submit(hash_file, path, progress=self._check)
+    def submit(self, path: Path | Future[Path]) -> Future[str]:
+        """The future sha256 of a file, or of one that is still to come."""
+        return self._pool.submit(self._hash, path)
+
+    def _hash(self, path: Path | Future[Path]) -> str:
+        found = path if isinstance(path, Path) else path.result()
+        return hash_file(found, progress=self._check)
 
     def _check(self, _: int) -> None:
-        if self._stop.is_set():
-            raise InterruptedError
+        if self._stopping:
+            raise InterruptedError("another part of the job failed")
 
     def __enter__(self) -> BackgroundHasher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._stop.set()
-        self._pool.shutdown(cancel_futures=kind is not None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stopping = kind is not None and not self._finish
+        self._pool.shutdown(cancel_futures=self._stopping)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ DTYPE_BITS: Mapping[str, int] = {
 
 # safetensors refuses a longer header; a length above it is garbage, not a header.
 MAX_HEADER = 100_000_000
+MAX_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def read_header(path: Path) -> Header:
     offsets that overlap, leave holes or disagree with the shape, an LFS pointer.
     """
     try:
-        size = os.stat(path).st_size
+        size = regular_size(path)
         with open(path, "rb") as file:
             head = file.read(8)
             _refuse_pointer(path, head + file.read(32), size)
@@ -92,6 +94,14 @@ def read_header(path: Path) -> Header:
     )
     _check_extent(path, tensors, data_start, size)
     return Header(path, size, data_start, tuple(tensors), metadata)
+
+
+def regular_size(path: Path) -> int:
+    """The size of a regular file. Raises `CheckpointError` for anything that could block a read."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: cannot be read: it is no regular file.")
+    return status.st_size
 
 
 def _refuse_pointer(path: Path, start: bytes, size: int) -> None:
@@ -145,18 +155,27 @@ def _parse(path: Path, raw: bytes) -> tuple[dict[str, Any], Mapping[str, Any] | 
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    if not isinstance(value, list) or len(value) > MAX_RANK:
+        return False
+    return all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    where = f"{path}: tensor {name!r}"
+    where = f"{path}: tensor {_short(name)}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(f"{where} lacks dtype, shape or data_offsets; the file is damaged.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{where} has the unknown dtype {dtype!r}.")
+        raise CheckpointError(f"{where} has the unknown dtype {_short(dtype)}.")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where} has a bad shape {shape!r} or data_offsets {offsets!r}.")
+        raise CheckpointError(
+            f"{where} has a bad shape {_short(shape)} or data_offsets {_short(offsets)}."
+        )
     begin, end = offsets
     expected = tensor_bytes(dtype, tuple(shape))
     if end - begin != expected:
@@ -173,7 +192,7 @@ def _check_extent(path: Path, tensors: list[TensorInfo], data_start: int, size: 
         if tensor.offset != position:
             kind = "overlaps the one before" if tensor.offset < position else "leaves a hole"
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} starts at byte {tensor.offset}, expected "
+                f"{path}: tensor {_short(tensor.name)} starts at byte {tensor.offset}, expected "
                 f"{position}: it {kind}; the file is damaged."
             )
         position += tensor.nbytes

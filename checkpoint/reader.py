@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 import ml_dtypes
 import numpy as np
@@ -38,15 +37,15 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 }
 
 
-def aligned_empty(nbytes: int, *, alignment: int = 64) -> np.ndarray:
-    """Uninitialised uint8[nbytes] at an address that XLA on CPU takes without a copy."""
-    raw = np.empty(nbytes + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
+def aligned_empty(nbytes: int) -> np.ndarray:
+    """Uninitialised uint8[nbytes] at a multiple of 64, which XLA on CPU takes without a copy."""
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
     return raw[start : start + nbytes]
 
 
 class TensorReader:
-    """Reads from open files; a context manager that closes them. Safe to use from threads."""
+    """Reads from open files; a context manager that closes them. Each thread needs its own."""
 
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
@@ -54,12 +53,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -82,7 +76,7 @@ class TensorReader:
             raise ValueError(
                 f"{tensor.name}: bytes {start} to {start + buffer.nbytes} of {tensor.nbytes}"
             )
-        view = memoryview(buffer).cast("B")
+        view = buffer.data.cast("B")
         descriptor, position = self.descriptor(tensor.file), tensor.offset + start
         while view.nbytes:
             try:

@@ -8,30 +8,17 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import SourceError
+from .folder import INDEX_NAME
+from .sidecars import is_sidecar
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
 # huggingface_hub is imported where it is used: a local folder must not pay for it.
-
-INDEX = "model.safetensors.index.json"
-SIDECARS = (
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-    "README.md",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
-"""Files worth having next to the weights, at the top of the repository only: `original/`, `onnx/`
-and the like are other builds of the same model."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -126,7 +113,10 @@ def resolve_source(source: str | os.PathLike[str], *, revision: str | None = Non
         SourceError: nothing is there, or it cannot be reached; one sentence with the next step.
     """
     name = os.fspath(source)
-    folder = Path(name).expanduser()
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # ~nobody/...
+        folder = Path(name)
     if name and folder.is_dir():  # Path("") is the current folder
         return _local(folder, revision)
     if name and folder.exists():
@@ -200,7 +190,7 @@ def _from_local_dir(folder: Path) -> Source | None:
     for file in sorted(entry.name for entry in folder.iterdir() if _is_kept(entry.name)):
         record = _read_record(records / f"{file}.metadata")
         # huggingface_hub allows this second too: file times are coarser than time.time().
-        if record is None or (folder / file).stat().st_mtime - 1 > record[2]:
+        if record is None or _modified(folder / file) - 1 > record[2]:
             return None
         commits.add(record[0])
         if SHA256.fullmatch(record[1]):
@@ -208,6 +198,14 @@ def _from_local_dir(folder: Path) -> Source | None:
     if len(commits) != 1:
         return None
     return Source(folder, None, commits.pop(), sha256)
+
+
+def _modified(path: Path) -> float:
+    """Time of the last change; of a link to nothing, never matching a record."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return float("inf")
 
 
 def _read_record(path: Path) -> tuple[str, str, float] | None:
@@ -249,15 +247,15 @@ def _download(name: str, revision: str, info: "ModelInfo") -> Source:
         )
     names = [sibling.rfilename for sibling in siblings]
     shards = None
-    if INDEX in names:
-        shards = _shards(Path(hf_hub_download(name, INDEX, revision=commit)))
+    if INDEX_NAME in names:
+        shards = _shards(Path(hf_hub_download(name, INDEX_NAME, revision=commit)))
     weights = _weights(names, shards)
     if not weights:
         raise SourceError(
             f"{name} has no safetensors weights at commit {commit}: give the repository of the"
             " unquantized checkpoint in safetensors files"
         )
-    wanted = weights | {file for file in names if _is_sidecar(file)}
+    wanted = weights | {file for file in names if is_sidecar(file)}
     patterns = [glob.escape(file) for file in sorted(wanted)]
     folder = Path(snapshot_download(name, revision=commit, allow_patterns=patterns))
     _remember(folder, revision)
@@ -292,7 +290,7 @@ def _from_cache(name: str, revision: str) -> Source | None:
         return None
     folder = Path(config).parent
     names = [entry.name for entry in folder.iterdir() if entry.exists()]
-    shards = _shards(folder / INDEX)
+    shards = _shards(folder / INDEX_NAME)
     weights = _weights(names, shards)
     complete = weights and weights >= (shards or set())
     return _from_snapshot(folder) if complete else None
@@ -317,12 +315,8 @@ def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
-def _is_sidecar(name: str) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in SIDECARS)
-
-
 def _is_kept(name: str) -> bool:
-    return _is_weights(name) or _is_sidecar(name)
+    return _is_weights(name) or is_sidecar(name)
 
 
 def _names(error: BaseException) -> list[str]:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -70,12 +69,12 @@ class ShardLayout:
 
 
 def plan_shards(
-    units: Iterable[Sequence[TensorSpec]], *, shard_bytes: int, stem: str = "model"
+    units: Iterable[Sequence[TensorSpec]], *, shard_bytes: int
 ) -> tuple[ShardLayout, ...]:
     """Cut `units` into shards of at most `shard_bytes` tensor bytes, in the given order.
 
     The tensors of one unit stay together; a unit larger than `shard_bytes` gets a shard of its
-    own. One shard is called `<stem>.safetensors`, several `<stem>-00001-of-0000N.safetensors`.
+    own. One shard is called `model.safetensors`, several `model-00001-of-0000N.safetensors`.
     """
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -87,10 +86,10 @@ def plan_shards(
         shards[-1].extend(unit)
         filled += size
     if len(shards) == 1:
-        return (_lay_out(f"{stem}.safetensors", shards[0]),)
+        return (_lay_out("model.safetensors", shards[0]),)
     count = len(shards)
     return tuple(
-        _lay_out(f"{stem}-{number:05}-of-{count:05}.safetensors", specs)
+        _lay_out(f"model-{number:05}-of-{count:05}.safetensors", specs)
         for number, specs in enumerate(shards, 1)
     )
 
@@ -167,12 +166,7 @@ class ShardWriter:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file >= 0:
             self._discard()
 
@@ -192,7 +186,7 @@ class ShardWriter:
         offset, nbytes = self._offsets[name]
         if start < 0 or start + data.nbytes > nbytes:
             raise ValueError(f"{name}: bytes {start} to {start + data.nbytes} of {nbytes}")
-        _write_all(self._file, memoryview(data.reshape(-1).view(np.uint8)), offset + start)
+        _write_all(self._file, data.reshape(-1).view(np.uint8).data, offset + start)
         self._missing[name] -= data.nbytes
         self._flusher.add(data.nbytes)
 
@@ -201,9 +195,15 @@ class ShardWriter:
         if spec.source is None:
             raise ValueError(f"{spec.name} has no source to copy from")
         position = self._offsets[spec.name][0]
-        for moved in copy_range(source, spec.source.offset, self._file, position, spec.nbytes):
-            self._flusher.add(moved)
-            progress(moved)
+        try:
+            for moved in copy_range(source, spec.source.offset, self._file, position, spec.nbytes):
+                self._flusher.add(moved)
+                progress(moved)
+        except EOFError as error:
+            raise CheckpointError(
+                f"{spec.source.file}: {error}; it was cut while being read, restore it and run "
+                "again."
+            ) from error
         self._missing[spec.name] -= spec.nbytes
 
     def commit(self) -> Path:
@@ -282,7 +282,7 @@ def _write_all(file: int, view: memoryview, position: int) -> None:
 def copy_range(source: int, start: int, target: int, position: int, count: int) -> Iterator[int]:
     """Copy `count` bytes between open files, in the kernel where it can; yields each step's bytes.
 
-    Raises `CheckpointError` when the source ends early.
+    Raises EOFError when the source ends early.
     """
     kernel = hasattr(os, "copy_file_range")
     while count:
@@ -298,11 +298,11 @@ def copy_range(source: int, start: int, target: int, position: int, count: int) 
                 raise
             kernel = False
             continue
+        if moved == 0 and kernel:
+            kernel = False  # some file systems answer 0 for "not here"; only a read tells the end
+            continue
         if moved == 0:
-            raise CheckpointError(
-                f"the source file ends at byte {start}, {count} bytes early; it was cut while "
-                "being read, restore it and run again."
-            )
+            raise EOFError(f"ends at byte {start}, {count} bytes early")
         start, position, count = start + moved, position + moved, count - moved
         yield moved
 
@@ -343,7 +343,17 @@ def write_file(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write `value` as indented JSON with a final newline, as `write_file` does."""
-    write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    write_file(path, (json_text(value) + "\n").encode())
+
+
+def json_text(value: object) -> str:
+    """Indented JSON, in ASCII escapes where a name is no valid Unicode."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=2)
+    return text
 
 
 def shard_index(layouts: Sequence[ShardLayout]) -> dict[str, object]:
@@ -357,14 +367,26 @@ def shard_index(layouts: Sequence[ShardLayout]) -> dict[str, object]:
 
 
 def check_output(out: Path, source: Path) -> Path:
-    """The working folder `<out>.partial` for `out`, after checking that `out` can be made.
+    """The working folder `<out>.partial` for `out`, after checking that both can be made.
 
-    Raises `OutputError`: `out` is the source (also through a link) or inside it, exists and is
-    not an empty folder, is a mount point, or its parent cannot be written.
+    Raises `OutputError`: one of them is the source (also through a link), holds it or lies inside
+    it; `out` exists and is not an empty folder, or is a mount point; `<out>.partial` is no folder;
+    their parent cannot be written.
     """
-    resolved, origin = out.resolve(), source.resolve()
-    if resolved == origin or origin in resolved.parents or resolved in origin.parents:
-        raise OutputError(f"{out}: is, holds or lies inside the source {source}; choose another.")
+    try:
+        resolved, origin = out.resolve(), source.resolve()
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"{out}: cannot be resolved ({error}); choose another output.") from error
+    if not out.name or resolved == Path.cwd():
+        raise OutputError(f"{str(out)!r}: is the current folder; name a new one.")
+    working = resolved.with_name(resolved.name + ".partial")
+    if working.is_symlink() or (working.exists() and not working.is_dir()):
+        raise OutputError(f"{working}: is needed for the work and is no folder; remove it.")
+    for folder in (resolved, working):
+        if folder == origin or origin in folder.parents or folder in origin.parents:
+            raise OutputError(
+                f"{folder}: is, holds or lies inside the source {source}; choose another output."
+            )
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out}: is a link to nothing; name a new folder.")
     if resolved.exists():
@@ -375,7 +397,7 @@ def check_output(out: Path, source: Path) -> Path:
         if resolved.is_mount():
             raise OutputError(f"{out}: is a mount point; name a new folder inside it.")
     _check_parent(resolved.parent)
-    return resolved.with_name(resolved.name + ".partial")
+    return working
 
 
 def _check_parent(parent: Path) -> None:

@@ -10,26 +10,31 @@ from ..checkpoint.errors import QatpackError
 from .demo import demo
 from .inspect import inspect
 from .repack import repack
-from .text import warn
+from .text import one_line, warn
+from .verify import verify
 
 
 class _Commands(click.Group):
     """Turns every error into one sentence on stderr, with a traceback only under --debug."""
 
     def invoke(self, ctx: click.Context) -> object:
-        warnings.showwarning = lambda message, *_, **__: warn(str(message))
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = lambda message, *_, **__: warn(str(message))
+                return super().invoke(ctx)
         except QatpackError as error:
             if ctx.params["debug"]:
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(one_line(str(error))) from error
         except KeyboardInterrupt:
-            raise click.ClickException(
-                "interrupted; a repack goes on where it was with --resume."
-            ) from None
+            raise click.ClickException("interrupted; a repack can go on with --resume.") from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
+        except OSError as error:
+            if ctx.params["debug"]:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(one_line(f"{where}{error.strerror or error}.")) from error
         except Exception as error:
             if ctx.params["debug"]:
                 raise
@@ -54,5 +59,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (demo, inspect, repack):
+for _command in (demo, inspect, repack, verify):
     main.add_command(_command)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from .progress import byte_bar
-from .repack import cpu_only, summary_rows
+from .repack import start_jax_on_cpu, summary_rows
 from .text import table
 
 
@@ -32,17 +32,22 @@ def demo(out: Path) -> None:
     Example:
       qatpack demo --out /tmp/qatpack-demo
     """
-    cpu_only()
+    start_jax_on_cpu()
     from ..checkpoint.errors import OutputError
     from ..checkpoint.source import Source, resolve_source
     from ..repack.job import repack
     from ..repack.plan import Options, ScaleDtype
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(f"{out}: is there and not empty; name a new folder with --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    with as_file(files("qatpack.demo") / "checkpoint") as embedded:
-        shutil.copytree(embedded, out / "reference")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise OutputError(f"{out}: is there and not empty; name a new folder with --out.")
+        out.mkdir(parents=True, exist_ok=True)
+        with as_file(files("qatpack.demo") / "checkpoint") as embedded:
+            shutil.copytree(embedded, out / "reference.partial")
+        (out / "reference.partial").rename(out / "reference")
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise OutputError(f"{out}: cannot be filled ({reason}); choose another --out.") from error
     reference: Source = resolve_source(str(out / "reference"))
     builds: list[tuple[str, Mapping[str, Any]]] = []
     for dtype in get_args(ScaleDtype):

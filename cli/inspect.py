@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .progress import byte_bar
-from .repack import cpu_only
+from .repack import start_jax_on_cpu
 from .text import print_json, share, size, table, warn
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 def inspect(source: str, revision: str | None, sample: int | None, as_json: bool) -> None:
     """What checkpoint SRC is, and which of its tensors stand on a trained grid.
 
+    SRC is a folder, or org/name on the Hub, which is downloaded into its cache first.
+
     Group size and axis are measured, not assumed: on a QAT checkpoint groups of 32 along the
     input dim certify, groups of 64 and the other axis do not.
 
@@ -35,7 +37,8 @@ def inspect(source: str, revision: str | None, sample: int | None, as_json: bool
     Example:
       qatpack inspect google/gemma-4-E2B-it-qat-q4_0-unquantized --sample 64
     """
-    cpu_only()
+    start_jax_on_cpu()
+    from ..checkpoint.errors import CheckpointError
     from ..checkpoint.folder import Checkpoint
     from ..checkpoint.source import resolve_source
     from ..repack.inspect import candidates, describe, expected_output, read_grids
@@ -53,7 +56,10 @@ def inspect(source: str, revision: str | None, sample: int | None, as_json: bool
         total = sum(t.nbytes for t in candidates(layout))
         with byte_bar("inspect", total) as progress:
             readings = list(read_grids(layout, sample=sample, progress=progress))
-        facts["expected_output_bytes"] = expected_output(layout)
+        try:
+            facts["expected_output_bytes"] = expected_output(layout, readings)
+        except CheckpointError as error:
+            warn(f"a repack would stop: {error}")
     facts["grid"] = [reading.to_json() for reading in readings]
     if as_json:
         print_json(facts)
@@ -66,15 +72,18 @@ def inspect(source: str, revision: str | None, sample: int | None, as_json: bool
 def _print_facts(facts: Mapping[str, Any]) -> None:
     commit = f" at {facts['commit']}" if facts["commit"] else ""
     click.echo(f"{facts['id'] or facts['folder']}{commit}")
-    architecture = ", ".join(facts["architectures"] or ["no architecture in config.json"])
+    named = facts["architectures"]
+    architecture = ", ".join(map(str, named)) if isinstance(named, list) else "no architecture"
     click.echo(
         f"{architecture} ({facts['model_type']}), text decoder under {facts['text_prefix']}*"
     )
     head = facts["head"]
-    click.echo(
-        f"lm_head: {'tied' if head['tied'] else 'untied'}, "
-        f"{'stored' if head['stored'] else 'not stored'}"
-    )
+    stored = "not stored"
+    if head["stored"]:
+        stored = (
+            f"stored, {'identical to' if head['identical'] else 'different from'} the embedding"
+        )
+    click.echo(f"lm_head: {'tied' if head['tied'] else 'untied'}, {stored}")
     if scheme := facts["scheme"]:
         _print_scheme(scheme)
     rows: list[Sequence[object]] = [("part", "tensors", "bytes")]
@@ -105,7 +114,18 @@ def _grid_table(readings: Sequence[Reading], sample: int | None) -> str:
         outcome = "on the grid" if reading.certified == 1 else "off"
         groups.setdefault((reading.role.value, outcome), []).append(reading)
     rows: list[Sequence[object]] = [
-        ("grid", "tensors", "groups", "certified", "of 64", "other axis", "bf16", "f16", "peak 8")
+        (
+            "grid",
+            "tensors",
+            "groups",
+            "certified",
+            "of 64",
+            "down",
+            "bf16",
+            "f16",
+            "peak 8",
+            "peak 7",
+        )
     ]
     for (role, outcome), members in groups.items():
         counts = sum((m.counts for m in members[1:]), members[0].counts)
@@ -120,13 +140,15 @@ def _grid_table(readings: Sequence[Reading], sample: int | None) -> str:
                 share(counts.exact_bf16, counts.certified),
                 share(counts.exact_f16, counts.certified),
                 share(counts.peaks[8], counts.certified),
+                share(counts.peaks[7], counts.certified),
             )
         )
     measured = "all groups of text tensors" if sample is None else f"{sample} rows of each tensor"
     return (
-        f"{table(rows)}\n\nmeasured: {measured}. of 64, other axis: share that certifies in "
-        "groups of 64, and of 32 down the rows.\nbf16, f16: share of step intervals that hold such "
-        "a number (trained in float32: about 42 and 97 %)."
+        f"{table(rows)}\n\nmeasured: {measured}. of 64, down: share that certifies in groups of "
+        "64, and of 32 down the rows.\nbf16, f16: share of step intervals that hold such a number "
+        "(trained in float32: about 42 and 97 %).\npeak: level of a group's largest magnitude; "
+        "--json has the histogram of every tensor."
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,9 +50,17 @@ def _hub_id(_: click.Context, __: click.Parameter, value: str | None) -> str | N
     return value
 
 
-def cpu_only() -> None:
-    """Keep JAX off accelerators: the recovery needs exactly rounded float32, and no TPU lock."""
+def start_jax_on_cpu() -> None:
+    """Import JAX off accelerators: the recovery needs exactly rounded float32, and no TPU lock.
+
+    Ctrl-C ends the process at once meanwhile: jaxlib crashes on a KeyboardInterrupt in its import.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        import_module("jax.numpy")
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @click.command()
@@ -80,7 +90,13 @@ def cpu_only() -> None:
     help="Pack the per-layer embedding too. Read by vLLM >= 0.29 on GPU and by qatpack, not by "
     "transformers.",
 )
-@click.option("--shard-size", type=_Size(), default="5GB", show_default=True, help="Largest file.")
+@click.option(
+    "--shard-size",
+    type=_Size(),
+    default="5GB",
+    show_default=True,
+    help="Most tensor bytes of a file; a larger tensor gets one of its own.",
+)
 @click.option("--no-hash", is_flag=True, help="Skip sha256 of weight files (and their --resume).")
 @click.option(
     "--base-model",
@@ -89,7 +105,7 @@ def cpu_only() -> None:
     help="Hub id of a local SRC, for the card and the manifest.",
 )
 @click.option("--resume", is_flag=True, help="Go on with OUT.partial of an interrupted run.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, write no output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan or manifest as JSON.")
 def repack(
     source: str,
@@ -108,7 +124,8 @@ def repack(
 ) -> None:
     """Write SRC's trained 4-bit grid as an exact W4A16 folder OUT.
 
-    SRC is a bf16 QAT checkpoint: a folder, or org/name on the Hub. Every group's step and levels
+    SRC is a bf16 QAT checkpoint: a folder, or org/name on the Hub, which is downloaded into its
+    cache first. Every group's step and levels
     are recovered and proven by decoding them back; nothing is rounded again. OUT appears only
     when it is whole; until then the work stands in OUT.partial.
 
@@ -116,7 +133,7 @@ def repack(
     Example:
       qatpack repack google/gemma-4-E2B-it-qat-q4_0-unquantized gemma-4-E2B-it-w4a16 --dry-run
     """
-    cpu_only()
+    start_jax_on_cpu()
     from ..checkpoint.source import resolve_source
     from ..checkpoint.writer import check_output
     from ..repack import job
@@ -131,9 +148,10 @@ def repack(
         hash_files=not no_hash,
         base_model=base_model,
     )
+    check_output(out, Path(source))  # before a download, that is; a Hub id is no path to clash with
     origin = resolve_source(source, revision=revision)
     working = check_output(out, origin.folder)
-    plan = _plan(origin, options)
+    plan = _plan(origin, options, working)
     for message in plan.layout.checkpoint.warnings:
         warn(message)
     if dry_run:
@@ -147,21 +165,22 @@ def repack(
     print_json(manifest) if as_json else _print_summary(manifest, out)
 
 
-def _plan(origin: Source, options: Options) -> Plan:
+def _plan(origin: Source, options: Options, working: Path) -> Plan:
     """The plan; with --on-off-grid keep, after certifying every candidate."""
-    from ..repack.job import plan_repack
+    from ..repack.job import check_space, plan_repack
 
+    first = plan_repack(origin, replace(options, keep_off_grid=False))
     if not options.keep_off_grid:
-        return plan_repack(origin, options)
-    total = plan_repack(origin, replace(options, keep_off_grid=False)).packed_source_bytes
-    with byte_bar("certify", total) as progress:
+        return first
+    check_space(first, working)
+    with byte_bar("certify", first.packed_source_bytes) as progress:
         return plan_repack(origin, options, progress=progress)
 
 
 def _print_plan(plan: Plan, out: Path, free: int) -> None:
     summary = plan.summary()
     rows = [("", "tensors", "bytes"), ("packed", *_pair(summary["packed"]))]
-    rows += [(f"bf16: {r}", *_pair(c)) for r, c in summary["copied"].items()]
+    rows += [(f"copied: {r}", *_pair(c)) for r, c in summary["copied"].items()]
     rows += [(f"dropped: {r}", *_pair(c)) for r, c in summary["dropped"].items()]
     rows += [("source", *_pair(summary["source"])), ("output", *_pair(summary["output"]))]
     click.echo(table(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,9 +44,16 @@ def table(rows: Sequence[Sequence[object]], *, header: bool = True) -> str:
 
 def print_json(value: Any) -> None:
     """JSON on stdout, and nothing else."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    from ..checkpoint.writer import json_text
+
+    click.echo(json_text(value))
 
 
 def warn(message: str) -> None:
     """A warning on stderr."""
-    click.echo(f"warning: {message}", err=True)
+    click.echo(f"warning: {one_line(message)}", err=True)
+
+
+def one_line(message: str) -> str:
+    """A message as one line, control characters (of a hostile tensor name, say) escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)

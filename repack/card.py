@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
+from ..checkpoint.header import regular_size
 from .sidecars import CARD_NAME, ORIGINAL_CARD_NAME
 
 _KEPT = ("license", "license_name", "license_link", "pipeline_tag", "library_name", "language")
@@ -21,13 +22,15 @@ def source_card(folder: Path) -> dict[str, Any]:
     path = folder / CARD_NAME
     if not path.exists():
         return {}
+    regular_size(path)
     # Imported here: it takes half a second, and only a finishing repack needs it.
     from huggingface_hub import metadata_load
 
     try:
         return dict(metadata_load(path) or {})
     except Exception as error:
-        raise CheckpointError(f"{path}: its metadata block cannot be read: {error}.") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: its metadata block cannot be read: {reason}.") from error
 
 
 def card_metadata(manifest: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,8 +69,8 @@ def _body(manifest: Mapping[str, Any], name: str, has_card: bool) -> str:
     original = f" Its card is [`{ORIGINAL_CARD_NAME}`]({ORIGINAL_CARD_NAME})." if has_card else ""
     return f"""\
 The trained 4-bit grid of {name}{commit}, recovered group by group and packed for
-compressed-tensors (`pack-quantized`, W4A16, groups of 32). Nothing was quantized again: every
-level is the trained one, proven by decoding it back.{original}
+compressed-tensors (`pack-quantized`, W4A16, groups of 32). Nothing was quantized again: levels
+and steps were recovered from the values and proven by decoding them back.{original}
 
 | | |
 |---|---|

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
-from .layout import GROUP_SIZE
+from .layout import GROUP_SIZE, ties_head
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 PLE_TARGET = "re:.*embed_tokens_per_layer$"
@@ -85,11 +85,9 @@ def _text_only(config: dict[str, Any]) -> dict[str, Any]:
         return config
     architectures = config.get("architectures")
     if not isinstance(text, dict) or not isinstance(architectures, list) or not architectures:
-        raise CheckpointError("config.json has no text_config object or no architectures.")
+        raise CheckpointError("has no text_config object or no list of architectures.")
     name = str(architectures[0]).replace("ForConditionalGeneration", "ForCausalLM")
-    shared = {
-        key: config[key]
-        for key in ("tie_word_embeddings", "transformers_version")
-        if key in config and key not in text
-    }
-    return {"architectures": [name], **text, **shared}
+    own = {"architectures": [name], "tie_word_embeddings": ties_head(config)}
+    if "transformers_version" in config:
+        own["transformers_version"] = config["transformers_version"]
+    return text | own

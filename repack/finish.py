@@ -43,17 +43,9 @@ def finish_folder(
     if len(layouts) > 1:
         write_json(working / INDEX_NAME, shard_index(layouts))
     copied = copy_sidecars(source.folder, working, text_only=options.text_only)
-    config = output_config(
-        plan.layout.checkpoint.config,
-        plan.ignore,
-        text_only=options.text_only,
-        pack_ple=options.pack_ple,
-    )
-    write_json(working / "config.json", config)
+    write_json(working / "config.json", plan_config(plan))
     check_folder(plan, working)
-    manifest = _manifest(
-        source, plan, counts, [*sources, *_settings(source.folder), *(r for r, _ in copied)]
-    )
+    manifest = _manifest(source, plan, counts, [*sources, *_settings(source.folder), *copied])
     write_file(working / CARD_NAME, card(manifest, source.folder).encode())
     known = {record.name: record for record in shards}
     manifest["files"] = [
@@ -62,6 +54,22 @@ def finish_folder(
     write_json(working / MANIFEST_NAME, manifest)
     sync_folder(working)
     return manifest
+
+
+def plan_config(plan: Plan) -> dict[str, Any]:
+    """The config.json that a plan leads to. Raises `CheckpointError` for a source it cannot."""
+    checkpoint, options = plan.layout.checkpoint, plan.options
+    try:
+        return output_config(
+            checkpoint.config,
+            plan.ignore,
+            text_only=options.text_only,
+            pack_ple=any(m.module.endswith("embed_tokens_per_layer") for m in plan.packed),
+        )
+    except RecursionError:
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: is nested too deep.") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {error}") from error
 
 
 def check_folder(plan: Plan, working: Path) -> None:

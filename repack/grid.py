@@ -78,8 +78,8 @@ class Counts:
     negative_zeros: int = 0
     """Values -0.0 of the same groups: they come back as 0.0, equal but not identical."""
     peaks: tuple[int, ...] = (0,) * 9
-    """Certified groups whose largest |level| is 0..8; those below 4 are stored as their doubles,
-    unless a positive value would land on +8."""
+    """Certified groups by the largest |level| stored, 0..8; trained peaks of 1 to 4 are stored as
+    their doubles, of the values alone nobody could tell, unless a positive one would be +8."""
 
     def __add__(self, other: Counts) -> Counts:
         """Both together."""
@@ -253,7 +253,7 @@ def cpu() -> Any:
     """The CPU device of this process; raises QatpackError where JAX was told to hide it."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise QatpackError(
             "The grid is proved on the CPU, and JAX has no CPU backend here. Add cpu to "
             "JAX_PLATFORMS (for example JAX_PLATFORMS=tpu,cpu) or unset it."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,13 @@ from ..checkpoint.source import Source
 from .config import QUANTIZATION_KEYS
 from .grid import BLOCK_GROUPS, Counts, dispatch, share_certified
 from .layout import GROUP_SIZE, Layout, Role, read_layout, ties_head
-from .plan import Options, PackedModule, make_plan, unpackable
+from .plan import Options, PackedModule, make_plan, same_bytes, unpackable
 from .stream import Progress, blocks
 
-# Rows of a tensor on which other group sizes and the other axis are tried, and on which tensors
-# that nobody expects on a grid are tried at all.
-PROBE_ROWS = 64
-PROBE_COLUMNS = 256
+# The corner of a tensor on which other group sizes and the other axis are tried: enough groups
+# to tell, few enough for numpy. Tensors that nobody expects on a grid get as many rows measured.
+PROBE_ROWS = 32
+PROBE_COLUMNS = 512
 PROBE_SIZES = (16, 32, 64, 128)
 
 _ON_GRID = (Role.LINEAR, Role.EXPERTS, Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.HEAD)
@@ -32,8 +32,8 @@ class Reading:
     """The grid of one tensor as measured.
 
     - `counts`: over all groups of 32, or over those of the sampled rows.
-    - `shares`: group size -> share certified, on `PROBE_ROWS` rows.
-    - `other_axis`: share certified in groups of 32 along the first axis of a square probe.
+    - `shares`: group size -> share certified, on the first rows and columns.
+    - `other_axis`: share certified there in groups of 32 down the rows; None with fewer rows.
     """
 
     name: str
@@ -82,7 +82,8 @@ def read_grid(
     if role not in _ON_GRID:
         sample = min(sample or PROBE_ROWS, PROBE_ROWS)
     probe = reader.read_rows(tensor, 0, min(PROBE_ROWS, tensor.rows)).view(np.uint16)
-    if sample is None:
+    probe = np.ascontiguousarray(probe[:, :PROBE_COLUMNS])
+    if sample is None or sample >= tensor.rows:
         counts = Counts()
         for block in blocks(PackedModule(tensor.name, tensor, 0, tensor.rows), reader, "bfloat16"):
             counts += block.result.counts
@@ -90,7 +91,7 @@ def read_grid(
     else:
         counts = _count(_rows(tensor, reader, sample))
         progress(tensor.nbytes)
-    sizes = [size for size in PROBE_SIZES if tensor.columns % size == 0]
+    sizes = [size for size in PROBE_SIZES if probe.shape[1] % size == 0]
     shares = {size: share_certified(probe, size) for size in sizes}
     return Reading(tensor.name, role, tensor.shape, counts, shares, _other_axis(probe))
 
@@ -112,11 +113,9 @@ def _count(rows: np.ndarray) -> Counts:
 
 
 def _other_axis(probe: np.ndarray) -> float | None:
-    """Share certified in groups of 32 neighbouring rows, down the first columns."""
-    rows = len(probe) - len(probe) % GROUP_SIZE
-    if not rows:
+    if len(probe) < GROUP_SIZE:
         return None
-    return share_certified(np.ascontiguousarray(probe[:rows, :PROBE_COLUMNS].T), GROUP_SIZE)
+    return share_certified(np.ascontiguousarray(probe[:GROUP_SIZE].T), GROUP_SIZE)
 
 
 def read_grids(
@@ -149,9 +148,21 @@ def describe(source: Source, checkpoint: Checkpoint) -> dict[str, Any]:
         "tensors": len(checkpoint.tensors),
         "bytes": checkpoint.tensor_bytes,
         "parts": parts,
-        "head": {"tied": ties_head(config), "stored": bool(layout.named(Role.HEAD))},
+        "head": _head(layout),
         "scheme": packed_scheme(layout),
         "warnings": list(checkpoint.warnings),
+    }
+
+
+def _head(layout: Layout) -> dict[str, Any]:
+    """Whether the config ties lm_head, and whether a stored one is the embedding's bytes."""
+    heads = layout.named(Role.HEAD)
+    embedding = layout.checkpoint.tensors.get(f"{layout.prefix}embed_tokens.weight")
+    identical = all(embedding is not None and same_bytes(h, embedding) for h in heads)
+    return {
+        "tied": ties_head(layout.checkpoint.config),
+        "stored": bool(heads),
+        "identical": identical if heads else None,
     }
 
 
@@ -167,6 +178,7 @@ def packed_scheme(layout: Layout) -> dict[str, Any] | None:
     config = found[0] if found else {}
     groups = config.get("config_groups")
     first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
+    ignored = config.get("ignore")
     return {
         "quantization_configs": len(found),
         "quant_method": config.get("quant_method"),
@@ -174,7 +186,7 @@ def packed_scheme(layout: Layout) -> dict[str, Any] | None:
         "weights": first.get("weights") if isinstance(first, Mapping) else None,
         "packed_modules": len(scales),
         "scale_dtypes": sorted({t.dtype for t in scales}),
-        "ignored_modules": len(config.get("ignore") or ()),
+        "ignored_modules": len(ignored) if isinstance(ignored, list) else 0,
     }
 
 
@@ -187,6 +199,10 @@ def _quantization_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, An
                 yield from _quantization_configs(value)
 
 
-def expected_output(layout: Layout) -> int:
-    """Tensor bytes of a repack with default options, if every text linear certifies."""
-    return make_plan(layout, Options()).output_bytes()
+def expected_output(layout: Layout, readings: Sequence[Reading]) -> int:
+    """Tensor bytes of a repack that leaves in bf16 what was found off the grid.
+
+    Raises `CheckpointError` where a repack would, for a head that config.json contradicts.
+    """
+    off_grid = {r.name: "off the grid" for r in readings if r.certified < 1}
+    return make_plan(layout, Options(), off_grid=off_grid).output_bytes()

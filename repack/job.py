@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -14,16 +13,16 @@ from typing import Any
 from ..checkpoint.errors import CheckpointError, OutputError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.hashing import BackgroundHasher
-from ..checkpoint.manifest import FileRecord
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
-from ..checkpoint.writer import ShardLayout, ShardWriter, check_output, plan_shards, sync_folder
-from .finish import finish_folder
-from .grid import Counts
-from .journal import Journal, fingerprint
+from ..checkpoint.writer import check_output, plan_shards, sync_folder
+from .card import source_card
+from .finish import finish_folder, plan_config
+from .journal import Journal, fingerprint, source_state
 from .layout import read_layout
 from .plan import Options, Plan, make_plan
-from .stream import Progress, find_fault, source_bytes, write_shard
+from .shards import source_records, start_source_hashes, write_shards
+from .stream import Progress, find_fault
 
 # Room for what stands beside the shards: tokenizer, config, card, manifest.
 SPACE_MARGIN = 128 << 20
@@ -42,9 +41,14 @@ def plan_repack(source: Source, options: Options, *, progress: Progress = ignore
     """
     checkpoint = Checkpoint.open(source.folder)
     if not checkpoint.config:
-        raise CheckpointError(f"{source.folder}: has no config.json; no reader can do without.")
+        raise CheckpointError(
+            f"{source.folder}: has no config.json, or an empty one; no reader can do without."
+        )
     layout = read_layout(checkpoint)
     plan = make_plan(layout, options)
+    # Now rather than after an hour of packing: the settings that the folder will end with.
+    source_card(source.folder)
+    plan_config(plan)
     if not options.keep_off_grid:
         return plan
     off_grid = _off_grid(plan, progress)
@@ -74,22 +78,24 @@ def repack(
     """Write the exact W4A16 folder `out` and return its manifest.
 
     `plan`: from `plan_repack` of the same source, if already made; else `options` decide.
-    `progress` gets the source bytes of each step. Works in `<out>.partial`, which a failed or
-    interrupted run leaves behind for `resume`; `out` appears whole or not at all.
+    `progress` gets the source bytes of each step, one call at a time but from several threads.
+    Works in `<out>.partial`, which a failed or interrupted run leaves behind for `resume`; `out`
+    appears whole or not at all.
 
     Raises `CheckpointError`, `GridError` or `OutputError`.
     """
     working = check_output(out, source.folder)
     plan = plan or plan_repack(source, options or Options())
-    _check_space(plan, working)
+    check_space(plan, working)
     layouts = plan_shards(plan.units(), shard_bytes=plan.options.shard_bytes)
+    state = source_state(plan)
     with _one_sentence(working):
         journal = Journal.start(working, fingerprint(plan, version("qatpack")), resume=resume)
         try:
             with BackgroundHasher() as hasher:
-                hashes = _start_source_hashes(plan, source, hasher)
-                counts, shards = _write_shards(plan, layouts, journal, hasher, progress)
-                sources = _source_records(plan, source, hashes)
+                hashes = start_source_hashes(plan, source, hasher)
+                counts, shards = write_shards(plan, layouts, journal, progress)
+                sources = source_records(plan, source, hashes)
             manifest = finish_folder(
                 source,
                 plan,
@@ -99,8 +105,12 @@ def repack(
                 sources=sources,
                 shards=shards,
             )
-            journal.finish()
+            if source_state(plan) != state:
+                raise CheckpointError(
+                    f"{source.folder}: changed while it was read; delete {working} and start anew."
+                )
             _publish(working, out.resolve())
+            journal.finish(out.resolve())
         finally:
             journal.close()
     return manifest
@@ -112,8 +122,9 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(nearest).free
 
 
-def _check_space(plan: Plan, working: Path) -> None:
-    present = sum(p.stat().st_size for p in working.glob("*.safetensors"))
+def check_space(plan: Plan, working: Path) -> None:
+    """Raise `OutputError` when the output does not fit; what `working` holds gives way to it."""
+    present = sum(p.stat().st_size for p in working.rglob("*") if p.is_file())
     needed = plan.output_bytes() + SPACE_MARGIN - present
     if (free := free_space(working)) < needed:
         raise OutputError(
@@ -132,63 +143,6 @@ def _one_sentence(working: Path) -> Iterator[None]:
             f"{error.filename or working}: {error.strerror or error}; what is finished stands in "
             f"{working}: mend the cause and run again with --resume."
         ) from error
-
-
-def _start_source_hashes(
-    plan: Plan, source: Source, hasher: BackgroundHasher
-) -> dict[str, Future[str]]:
-    """File name -> its sha256 to come, for the source files whose hash the Hub did not tell."""
-    if not plan.options.hash_files:
-        return {}
-    return {
-        header.path.name: hasher.submit(header.path)
-        for header in plan.layout.checkpoint.files
-        if header.path.name not in source.lfs_sha256
-    }
-
-
-def _source_records(
-    plan: Plan, source: Source, hashes: Mapping[str, Future[str]]
-) -> list[FileRecord]:
-    return [
-        FileRecord(
-            name := header.path.name,
-            header.size,
-            hashes[name].result() if name in hashes else source.lfs_sha256.get(name),
-            from_hub=name in source.lfs_sha256,
-        )
-        for header in plan.layout.checkpoint.files
-    ]
-
-
-def _write_shards(
-    plan: Plan,
-    layouts: Sequence[ShardLayout],
-    journal: Journal,
-    hasher: BackgroundHasher,
-    progress: Progress,
-) -> tuple[dict[str, Counts], list[FileRecord]]:
-    """Write or reuse every shard; the counts by module and the files' records."""
-    modules = {f"{m.module}.weight_packed": m for m in plan.packed}
-    counts: dict[str, Counts] = {}
-    hashes: dict[str, Future[str]] = {}
-    with TensorReader() as reader:
-        for layout in layouts:
-            if entry := journal.reusable(layout):
-                done = {m: Counts.from_json(c) for m, c in entry["counts"].items()}
-                progress(source_bytes(layout, modules))
-            else:
-                with ShardWriter(journal.folder, layout) as writer:
-                    done = write_shard(writer, modules, reader, plan.options.scale_dtype, progress)
-                    path = writer.commit()
-                if plan.options.hash_files:
-                    hashes[layout.file_name] = hasher.submit(path)
-                    journal.expect(layout.file_name, hashes[layout.file_name], done)
-            counts |= done
-            journal.save_finished()
-    journal.save_finished(wait=True)
-    records = [FileRecord(s.file_name, s.size, journal.sha256(s.file_name)) for s in layouts]
-    return counts, records
 
 
 def _publish(working: Path, out: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.errors import OutputError
+from ..checkpoint.errors import CheckpointError, OutputError
 from ..checkpoint.folder import read_json
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.writer import ShardLayout, write_json
@@ -32,15 +34,15 @@ class Journal:
         self.folder = folder
         self._fingerprint = fingerprint
         self._shards: dict[str, dict[str, Any]] = {}
-        self._expected: dict[str, tuple[Future[str], dict[str, Any]]] = {}
-        self._lock = _lock(folder)
+        self._writing = threading.Lock()
+        self._held = _lock(folder)
 
     @classmethod
     def start(cls, folder: Path, fingerprint: str, *, resume: bool) -> Journal:
         """Create the working folder, or with `resume` take up the one that is there.
 
         Raises `OutputError`: another run holds it, it is left from an earlier run and `resume` is
-        not asked, or that run had another source, version or options.
+        not asked, that run had another source, version or options, or it is none of ours.
         """
         existed = folder.exists()
         if existed and not resume:
@@ -50,23 +52,35 @@ class Journal:
             )
         folder.mkdir(parents=True, exist_ok=True)
         journal = cls(folder, fingerprint)
-        if existed:
-            journal._load()
-            journal._clear()
+        try:
+            if existed and any(folder.iterdir()):
+                journal._load()
+                journal._clear()
+            journal._write()
+        except BaseException:
+            journal.close()
+            raise
         return journal
 
     def _load(self) -> None:
         path = self.folder / JOURNAL_NAME
         if not path.exists():
-            return
-        content = read_json(path)
-        if content.get("fingerprint") != self._fingerprint:
-            self.close()
+            raise OutputError(
+                f"{self.folder}: holds files but no {JOURNAL_NAME}, so it was not left by a "
+                "repack; move it away or choose another output."
+            )
+        try:
+            content = read_json(path)
+            known, self._shards = content["fingerprint"], dict(content["shards"])
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            raise OutputError(
+                f"{path}: cannot be read as a journal; delete {self.folder} to start anew."
+            ) from error
+        if known != self._fingerprint:
             raise OutputError(
                 f"{self.folder}: was begun from another source, with other options or another "
                 "version of qatpack; delete it to start anew."
             )
-        self._shards = content["shards"]
 
     def _clear(self) -> None:
         """Remove all that a killed run left except recorded shards: halves, stale sidecars."""
@@ -77,6 +91,10 @@ class Journal:
             elif name != JOURNAL_NAME and name not in self._shards:
                 path.unlink()
 
+    def _write(self) -> None:
+        content = {"fingerprint": self._fingerprint, "shards": self._shards}
+        write_json(self.folder / JOURNAL_NAME, content)
+
     def reusable(self, layout: ShardLayout) -> Mapping[str, Any] | None:
         """The entry of a finished shard whose bytes still have their hash, else None."""
         entry = self._shards.get(layout.file_name)
@@ -85,34 +103,32 @@ class Journal:
             return None
         return entry if hash_file(path) == entry["sha256"] else None
 
-    def expect(self, file_name: str, sha256: Future[str], counts: Mapping[str, Counts]) -> None:
-        """Announce a finished shard whose hash is still being computed."""
-        self._expected[file_name] = sha256, {m: c.to_json() for m, c in counts.items()}
+    def enter(self, file_name: str, sha256: Future[str], counts: Mapping[str, Counts]) -> None:
+        """Record a packed shard as soon as it is committed and hashed, if it ever is."""
 
-    def save_finished(self, *, wait: bool = False) -> None:
-        """Record the announced shards whose hash is known by now; with `wait`, all of them."""
-        ready = [name for name, (sha256, _) in self._expected.items() if wait or sha256.done()]
-        for name in ready:
-            sha256, counts = self._expected.pop(name)
-            self._shards[name] = {"sha256": sha256.result(), "counts": counts}
-        if ready:
-            content = {"fingerprint": self._fingerprint, "shards": self._shards}
-            write_json(self.folder / JOURNAL_NAME, content)
+        def record(done: Future[str]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                return
+            with self._writing:
+                self._shards[file_name] = {
+                    "sha256": done.result(),
+                    "counts": {module: c.to_json() for module, c in counts.items()},
+                }
+                # A journal that cannot be written costs a resumed run time, nothing else.
+                with contextlib.suppress(OSError):
+                    self._write()
 
-    def sha256(self, file_name: str) -> str | None:
-        """The hash of a recorded shard; None for one that was not hashed."""
-        return self._shards.get(file_name, {}).get("sha256")
+        sha256.add_done_callback(record)
 
-    def finish(self) -> None:
-        """Remove the journal from the folder and give up the lock."""
-        (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
-        self.close()
+    def finish(self, folder: Path) -> None:
+        """Remove the journal from the finished folder, by its final name."""
+        (folder / JOURNAL_NAME).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give up the lock."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
 
 def _lock(folder: Path) -> int:
@@ -128,11 +144,17 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
+def source_state(plan: Plan) -> list[tuple[str, int, int, int]]:
+    """Name, size, time and inode of every weight file: what a changed source would change."""
+    states = ((h.path.name, h.path.stat()) for h in plan.layout.checkpoint.files)
+    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in states]
+
+
 def fingerprint(plan: Plan, version: str) -> str:
-    """A hash of all that decides the output's bytes, and of the source files' size and time."""
+    """A hash of all that decides the output's bytes, and of the source files' state."""
     checkpoint = plan.layout.checkpoint
     options = plan.options
-    files = [(h.path.name, h.size, h.path.stat().st_mtime_ns) for h in checkpoint.files]
+    files = source_state(plan)
     tensors = [(t.name, t.dtype, t.shape, t.offset) for t in checkpoint.tensors.values()]
     content = [
         version,

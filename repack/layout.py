@@ -71,7 +71,7 @@ def classify(tensor: TensorInfo, prefix: str) -> Role:
     name = tensor.name
     if is_packed(name):
         return Role.PACKED
-    if name.endswith("lm_head.weight"):
+    if name in ("lm_head.weight", "language_model.lm_head.weight"):
         return Role.HEAD
     if _TOWER.search(_component(name)):
         return Role.TOWER
@@ -109,7 +109,11 @@ def ties_head(config: Mapping[str, Any]) -> bool:
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else {}
     value = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    return True if value is None else bool(value)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(
+            f"config.json: tie_word_embeddings is {value!r}; write true or false there."
+        )
+    return value is not False
 
 
 def fused_with(module: str) -> str:
@@ -118,11 +122,13 @@ def fused_with(module: str) -> str:
     vLLM loads q, k and v of a layer as one linear, gate and up as another, and all experts of a
     layer as one, and refuses a mixture of packed and dense inside one of them.
     """
+    head, separator, _ = module.partition(".experts.")
+    if separator:
+        return f"{head}.experts"
     if match := _FUSED.fullmatch(module):
         kind = "qkv" if match["part"] in ("q_proj", "k_proj", "v_proj") else "gate_up"
         return f"{match['parent']}.{kind}"
-    head, separator, _ = module.partition(".experts.")
-    return head + separator.rstrip(".") if separator else module
+    return module
 
 
 def module_names(module: str, model_type: str) -> tuple[str, ...]:

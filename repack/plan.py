@@ -186,9 +186,7 @@ def make_plan(
     """
     refuse_packed(layout)
     dropped = _dropped(layout, options)
-    wanted = {Role.LINEAR, Role.EXPERTS} | (
-        {Role.PER_LAYER_EMBEDDING} if options.pack_ple else set()
-    )
+    wanted = (Role.LINEAR, Role.EXPERTS, *((Role.PER_LAYER_EMBEDDING,) if options.pack_ple else ()))
     candidates = [t for role in wanted for t in layout.named(role)]
     dense = _dense_reasons(candidates, off_grid or {})
     packed = tuple(
@@ -317,6 +315,13 @@ def _check_sum(plan: Plan, sources: Collection[str]) -> None:
     everything = plan.layout.checkpoint.tensors
     if set().union(*parts) != set(everything) or sum(map(len, parts)) != len(everything):
         raise RuntimeError("the plan does not account for every tensor exactly once")
+    names = [spec.name for unit in plan.units() for spec in unit]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(
+            f"{plan.layout.checkpoint.folder}: two tensors would both be named {twice} in the "
+            "output; one of them is a left-over."
+        )
     rows = sum(m.rows * m.columns * 2 for m in plan.packed)
     if rows != sum(everything[name].nbytes for name in sources):
         raise RuntimeError("the packed modules do not cover their source tensors exactly")

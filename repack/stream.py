@@ -20,7 +20,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ModuleBlock:
     """The recovery of `groups` consecutive groups of a module, from group `first` on."""
 
     first: int
@@ -28,7 +28,9 @@ class Block:
     result: BlockResult
 
 
-def blocks(module: PackedModule, reader: TensorReader, scale_dtype: ScaleDtype) -> Iterator[Block]:
+def blocks(
+    module: PackedModule, reader: TensorReader, scale_dtype: ScaleDtype
+) -> Iterator[ModuleBlock]:
     """Recover a module's groups in order; reads the next block while XLA works on this one.
 
     A block's `bits` (uint16[groups, 32]) are good until the next one is taken.
@@ -43,10 +45,10 @@ def blocks(module: PackedModule, reader: TensorReader, scale_dtype: ScaleDtype) 
         bits = buffer.view(np.uint16).reshape(count, GROUP_SIZE)
         pending = dispatch(bits, scale_dtype)
         if waiting is not None:
-            yield Block(waiting[0], waiting[1], waiting[2].result())
+            yield ModuleBlock(waiting[0], waiting[1], waiting[2].result())
         waiting = first, bits, pending
     if waiting is not None:
-        yield Block(waiting[0], waiting[1], waiting[2].result())
+        yield ModuleBlock(waiting[0], waiting[1], waiting[2].result())
 
 
 def pack_module(
@@ -79,22 +81,25 @@ ADVICE = (
 )
 
 
-def first_fault(module: PackedModule, block: Block) -> str | None:
-    """Where in its tensor and why the first uncertified group of a block fails, or None.
+def first_fault(module: PackedModule, block: ModuleBlock) -> str | None:
+    """Where in its tensor and why an uncertified group of a block fails, or None if none does.
+
+    The first group that holds NaN or Inf, else the first of all.
 
     Raises `GridError` for NaN or Inf: a checkpoint that holds one is damaged.
     """
     good = (block.result.status == Status.ZERO) | (block.result.status == Status.CERTIFIED)
     if good.all():
         return None
-    index = int(np.argmin(good))
+    infinite = block.result.status == Status.NON_FINITE
+    index = int(infinite.argmax() if infinite.any() else good.argmin())
     row, group = divmod(block.first + index, module.columns // GROUP_SIZE)
     columns = f"{group * GROUP_SIZE} to {(group + 1) * GROUP_SIZE - 1}"
     fault = (
         f"row {module.row + row}, group {group} (columns {columns}): "
         f"{describe_group(block.bits[index])}"
     )
-    if block.result.status[index] == Status.NON_FINITE:
+    if infinite[index]:
         raise GridError(
             f"{module.source.file}: {module.source.name} {fault}; the checkpoint is damaged, "
             "download it again."
@@ -103,33 +108,41 @@ def first_fault(module: PackedModule, block: Block) -> str | None:
 
 
 def find_fault(module: PackedModule, reader: TensorReader, progress: Progress) -> str | None:
-    """Run the certificate over a module without writing; the first fault, or None."""
+    """Run the certificate over a module without writing; the first fault, or None.
+
+    Goes on to the end even so: NaN or Inf anywhere raises `GridError`.
+    """
+    found: str | None = None
     for block in blocks(module, reader, "bfloat16"):
-        if fault := first_fault(module, block):
-            return fault
+        fault = first_fault(module, block)
+        found = found or fault
         progress(block.bits.nbytes)
-    return None
+    return found
 
 
-def write_shard(
+def copy_tensors(writer: ShardWriter, reader: TensorReader, progress: Progress) -> None:
+    """Let the kernel copy the pass-through tensors of one shard."""
+    for spec in writer.layout.specs:
+        if spec.source is not None:
+            writer.copy(spec, reader.descriptor(spec.source.file), progress)
+
+
+def pack_tensors(
     writer: ShardWriter,
     modules: Mapping[str, PackedModule],
     reader: TensorReader,
     scale_dtype: ScaleDtype,
     progress: Progress,
 ) -> dict[str, Counts]:
-    """Fill one shard: the kernel's copies, then the packed modules. Returns counts by module.
+    """Recover and write the packed modules of one shard; counts by module.
 
     `modules`: the module of each `.weight_packed` name.
     """
-    counts: dict[str, Counts] = {}
-    for spec in writer.layout.specs:
-        if spec.source is not None:
-            writer.copy(spec, reader.descriptor(spec.source.file), progress)
-    for spec in writer.layout.specs:
-        if module := modules.get(spec.name):
-            counts[module.module] = pack_module(module, reader, writer, scale_dtype, progress)
-    return counts
+    return {
+        module.module: pack_module(module, reader, writer, scale_dtype, progress)
+        for spec in writer.layout.specs
+        if (module := modules.get(spec.name)) is not None
+    }
 
 
 def source_bytes(layout: ShardLayout, modules: Mapping[str, PackedModule]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from qatpack.cli import main
 
@@ -42,6 +43,14 @@ def test_documented_commands_parse(page, command):
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_is_documented(name):
     assert any(command.split()[0] == name for _, command in documented())
+
+
+def test_the_session_in_the_readme_is_what_demo_prints(tmp_path):
+    result = CliRunner().invoke(main, ["demo", "--out", str(tmp_path / "demo")])
+    (session,) = re.findall(
+        r"qatpack demo --out \S+\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    assert result.stdout.startswith(session)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

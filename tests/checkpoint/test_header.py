@@ -1,5 +1,6 @@
 import contextlib
 import json
+import os
 import struct
 
 import pytest
@@ -110,7 +111,10 @@ def test_header_that_is_no_json_object(refused, text):
         ({"shape": [2]}, "lacks dtype"),
         (None, "lacks dtype"),
         (entry(4, 0), "span -4"),
-        (entry(0, 2**65, (2**64,)), "truncated"),
+        (entry(0, 2**62, (2**61,)), "truncated"),
+        (entry(0, 2**65, (2**64,)), "bad shape"),
+        ({"dtype": "BF16", "shape": [2] * 200_000, "data_offsets": [0, 4]}, "bad shape"),
+        ({"dtype": "Q" * 100_000, "shape": [2], "data_offsets": [0, 4]}, "unknown dtype"),
     ],
 )
 def test_bad_entry(refused, bad, word):
@@ -123,9 +127,17 @@ def test_holes_and_overlaps(refused):
     refused(file_bytes({"a": entry(2, 6)}, b"0" * 6), "'a'", "hole")
 
 
-def test_a_folder_in_the_place_of_a_file(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read"):
+def test_a_folder_or_a_pipe_in_the_place_of_a_file(tmp_path):
+    with pytest.raises(CheckpointError, match="no regular file"):
         read_header(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        read_header(tmp_path / "pipe")
+
+
+def test_messages_stay_short_whatever_the_file_says(refused):
+    assert len(refused(file_bytes({"n" * 1_000_000: {}}), "lacks dtype")) < 1000
+    assert len(refused(file_bytes({"a": entry(0, 4, (10**4000,) * 2)}, b"1234"))) < 1500
 
 
 @settings(max_examples=300, deadline=None)

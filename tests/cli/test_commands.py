@@ -172,8 +172,18 @@ def test_inspect_a_reference(source):
         grid["model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight"]["certified_share"]
         < 0.1
     )
-    assert facts["head"] == {"tied": True, "stored": False}
+    assert facts["head"] == {"tied": True, "stored": False, "identical": None}
     assert facts["scheme"] is None
+
+
+@pytest.mark.parametrize(("change", "word"), [(0, "identical to"), (1, "different from")])
+def test_inspect_tells_of_a_stored_head(tmp_path, change, word):
+    arrays = tiny.tensors()
+    arrays["lm_head.weight"] = arrays[f"{tiny.TEXT}embed_tokens.weight"].copy()
+    arrays["lm_head.weight"].view(np.uint16)[0, 0] ^= change
+    result = invoke("inspect", tiny.write(tmp_path / "c", arrays))
+    assert f"lm_head: tied, stored, {word} the embedding" in result.stdout
+    assert ("a repack would stop" in result.stderr) == bool(change)
 
 
 def test_inspect_a_sample(source):
@@ -182,10 +192,15 @@ def test_inspect_a_sample(source):
     assert grid[PART]["groups"] == 4 * tiny.HIDDEN // 32
 
 
-def test_inspect_shows_what_is_off(tmp_path):
+def test_inspect_shows_what_is_off_and_counts_it_dense(tmp_path, source):
     folder = off_grid(tmp_path)
-    text = invoke("inspect", folder).stdout
-    assert "text linear, off" in text
+    assert "text linear, off" in invoke("inspect", folder).stdout
+    sizes = [
+        json.loads(invoke("inspect", s, "--json").stdout)["expected_output_bytes"]
+        for s in (source, folder)
+    ]
+    # The tensor and the one fused with it: 2 bytes a value instead of 1/2 and a scale.
+    assert sizes[1] - sizes[0] == 2 * (128 * tiny.HIDDEN * (2 - 0.5) - 128 * 2 * 2 - 16)
 
 
 def test_inspect_a_build(source, build):
@@ -211,6 +226,39 @@ def test_demo(tmp_path):
     }  # fmt: skip
     (line,) = [x for x in text.splitlines() if x.startswith("values identical")]
     assert line.endswith("100 %")
+
+
+def test_control_characters_of_a_tensor_name_stay_out_of_the_terminal(tmp_path):
+    arrays = tiny.tensors()
+    arrays[f"{tiny.TEXT}layers.0.x\n\x1b[31m.weight"] = tiny.noise(np.random.default_rng(0), 4, 64)
+    result = invoke("repack", tiny.write(tmp_path / "c", arrays), tmp_path / "out", code=1)
+    assert result.stderr.count("\n") == 1
+    assert "\x1b" not in result.stderr
+    assert "x\\n\\x1b[31m" in result.stderr
+
+
+@pytest.mark.parametrize("out", [".", "", "x" * 300, "link/out"])
+def test_outputs_that_cannot_be(tmp_path, source, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("link")
+    invoke("repack", source, out, code=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize("out", ["file/x", "x" * 300, "link"])
+def test_a_demo_folder_that_cannot_be(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere/there")
+    assert "--out" in invoke("demo", "--out", out, code=1).stderr
+
+
+@pytest.mark.parametrize("architectures", [5, [5], [None], None, {}])
+def test_inspect_takes_any_config(tmp_path, architectures):
+    cfg = tiny.config(architectures=architectures, quantization_config={"ignore": 5})
+    folder = tiny.write(tmp_path / "c", cfg=cfg)
+    invoke("inspect", folder, "--sample", "2")
+    invoke("inspect", folder, "--sample", "2", "--json")
 
 
 def test_an_unexpected_error_asks_for_a_report(monkeypatch, source):

@@ -54,6 +54,20 @@ def test_text_only_is_the_text_config_under_the_causal_class():
     assert "vision_config" not in config
 
 
+@pytest.mark.parametrize(("top", "inner"), [(True, False), (False, True), (None, False)])
+def test_text_only_says_once_whether_the_head_is_tied(top, inner):
+    source = json.loads(json.dumps(SOURCE))
+    source["text_config"]["tie_word_embeddings"] = inner
+    source["text_config"]["architectures"] = None
+    if top is None:
+        del source["tie_word_embeddings"]
+    else:
+        source["tie_word_embeddings"] = top
+    config = output_config(source, ["lm_head"], text_only=True)
+    assert config["tie_word_embeddings"] == (inner if top is None else top)
+    assert config["architectures"] == ["Gemma4ForCausalLM"]
+
+
 @pytest.mark.parametrize("broken", [{"text_config": "x"}, {"text_config": {}, "architectures": 3}])
 def test_text_only_of_a_broken_config(broken):
     with pytest.raises(CheckpointError, match="text_config"):

@@ -17,7 +17,7 @@ from qatpack.checkpoint.folder import INDEX_NAME, Checkpoint
 from qatpack.checkpoint.manifest import MANIFEST_NAME
 from qatpack.checkpoint.reader import TensorReader
 from qatpack.checkpoint.source import Source, resolve_source
-from qatpack.repack import finish, job
+from qatpack.repack import finish, job, shards
 from qatpack.repack.journal import JOURNAL_NAME
 from qatpack.repack.packing import decode
 from qatpack.repack.plan import Options
@@ -119,7 +119,8 @@ def test_the_manifest_lists_every_file_with_its_hash(tmp_path, source):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_sidecars_travel_to_the_byte_and_the_card_is_ours(tmp_path, source):
+def test_sidecars_travel_to_the_byte_and_the_card_is_ours(tmp_path):
+    source = tiny.write(tmp_path / "c")
     (source / ".env").write_text("HF_TOKEN=hf_x")
     (source / "train.log").write_text("log")
     run(source, tmp_path / "out")
@@ -226,12 +227,47 @@ def test_off_grid_kept_takes_its_partners_and_nothing_else(tmp_path):
     assert manifest["totals"]["identical"] == manifest["totals"]["values"]
 
 
+def test_a_ple_that_stays_dense_is_no_target(tmp_path):
+    name = f"{tiny.TEXT}embed_tokens_per_layer.weight"
+    folder = broken(tmp_path, 3.14e-3, where=(5, 40), name=name)
+    run(folder, tmp_path / "out", Options(pack_ple=True, keep_off_grid=True))
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert list(config["config_groups"]) == ["group_0"]
+    run(tiny.write(tmp_path / "good"), tmp_path / "packed", Options(pack_ple=True))
+    config = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_1"]["targets"] == ["re:.*embed_tokens_per_layer$"]
+
+
+def test_a_source_replaced_while_it_is_read_is_told(tmp_path, monkeypatch):
+    folder = tiny.write(tmp_path / "c")
+    other = tiny.write(tmp_path / "other", tiny.tensors(seed=5))
+    real = shards.pack_tensors
+
+    def swap(*arguments):
+        os.replace(other / "model.safetensors", folder / "model.safetensors")
+        return real(*arguments)
+
+    monkeypatch.setattr(shards, "pack_tensors", swap)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        run(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_inf_are_refused_whatever_the_choice(tmp_path, value, keep):
     folder = broken(tmp_path, value)
     with pytest.raises(GridError, match=r"k_proj\.weight row 5, group 1.*damaged"):
         run(folder, tmp_path / "out", Options(keep_off_grid=keep))
+
+
+def test_nan_behind_an_off_grid_group_is_found_too(tmp_path):
+    arrays = tiny.tensors()
+    arrays[PART] = arrays[PART].copy()
+    arrays[PART][1, 3] = float(arrays[PART][1, 3]) * 1.3 + 1e-3
+    arrays[PART][9, 3] = np.nan
+    with pytest.raises(GridError, match=r"row 9, group 0.*damaged"):
+        run(tiny.write(tmp_path / "c", arrays), tmp_path / "out", Options(keep_off_grid=True))
 
 
 def test_a_group_that_needs_a_negative_step_is_never_clipped(tmp_path):
@@ -311,18 +347,75 @@ def test_no_space_is_told_before_anything_is_written(tmp_path, source, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO])
-def test_a_failing_disk_is_one_sentence(tmp_path, source, monkeypatch, code):
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
+@pytest.mark.parametrize("call", ["pwrite", "copy_file_range", "fsync", "posix_fallocate"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failing_disk_is_one_sentence(tmp_path, source, monkeypatch, code, call):
+    real, calls = getattr(os, call), []
 
-    monkeypatch.setattr(os, "pwrite", fail)
+    def fail(*arguments):
+        """Fails from the third call on, when the run is well under way."""
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, fail)
     with pytest.raises(OutputError, match=os.strerror(code)) as caught:
-        run(source, tmp_path / "out")
+        run(source, tmp_path / "out", SMALL)
     assert "--resume" in str(caught.value)
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    run(source, tmp_path / "out", resume=True)
+    run(source, tmp_path / "out", SMALL, resume=True)
+    run(source, tmp_path / "whole", SMALL)
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+def test_a_bad_card_or_config_is_told_before_the_work(tmp_path, source):
+    folder = tiny.write(tmp_path / "card")
+    (folder / "README.md").write_text("---\na: [\n---\n")
+    with pytest.raises(CheckpointError, match=r"README\.md: its metadata"):
+        run(folder, tmp_path / "out")
+    folder = tiny.write(tmp_path / "config", cfg=tiny.config(text_config=3))
+    with pytest.raises(CheckpointError, match=r"config\.json: has no text_config"):
+        run(folder, tmp_path / "out", Options(text_only=True))
+    assert {p.name for p in tmp_path.iterdir()} == {"card", "config"}
+
+
+def test_the_manifest_is_last(tmp_path, source, monkeypatch):
+    real = finish.write_json
+
+    def fail(path, value):
+        if path.name == MANIFEST_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path, value)
+
+    monkeypatch.setattr(finish, "write_json", fail)
+    with pytest.raises(OutputError):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert {p.name for p in (tmp_path / "out.partial").iterdir()} > {"config.json", "README.md"}
+
+
+def test_only_a_few_shards_are_open_at_a_time(tmp_path, source, monkeypatch):
+    open_now, most = set(), []
+    real_enter, real_commit = shards.ShardWriter.__enter__, shards.ShardWriter.commit
+
+    def enter(self):
+        open_now.add(self.path)
+        most.append(len(open_now))
+        return real_enter(self)
+
+    def commit(self):
+        time.sleep(0.05)
+        path = real_commit(self)
+        open_now.discard(path)
+        return path
+
+    monkeypatch.setattr(shards.ShardWriter, "__enter__", enter)
+    monkeypatch.setattr(shards.ShardWriter, "commit", commit)
+    run(source, tmp_path / "out", Options(shard_bytes=10_000))
+    assert len(most) > 2 * shards.IN_FLIGHT
+    assert max(most) <= shards.IN_FLIGHT + 1
 
 
 def test_left_overs_need_resume(tmp_path, source):
@@ -347,13 +440,13 @@ def stopped(tmp_path, source, monkeypatch):
 
 def written_shards(monkeypatch):
     made = []
-    real = job.ShardWriter
+    real = shards.ShardWriter
 
     def spy(folder, layout):
         made.append(layout.file_name)
         return real(folder, layout)
 
-    monkeypatch.setattr(job, "ShardWriter", spy)
+    monkeypatch.setattr(shards, "ShardWriter", spy)
     return made
 
 
@@ -371,14 +464,14 @@ def test_resume_reuses_what_is_finished(tmp_path, source, stopped, monkeypatch):
 
 
 def test_resume_does_not_trust_a_changed_shard(tmp_path, source, stopped, monkeypatch):
-    shards = sorted(stopped.glob("*.safetensors"))
-    data = bytearray(shards[0].read_bytes())
+    files = sorted(stopped.glob("*.safetensors"))
+    data = bytearray(files[0].read_bytes())
     data[-1] ^= 1
-    shards[0].write_bytes(data)
-    shards[1].unlink()
+    files[0].write_bytes(data)
+    files[1].unlink()
     made = written_shards(monkeypatch)
     run(source, tmp_path / "out", SMALL, resume=True)
-    assert made == [shards[0].name, shards[1].name]
+    assert made == [files[0].name, files[1].name]
     monkeypatch.undo()
     run(source, tmp_path / "whole", SMALL)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
@@ -395,8 +488,31 @@ def test_resume_refuses_other_options_and_another_source(tmp_path, source, stopp
 
 def test_resume_with_a_broken_journal(tmp_path, source, stopped):
     (stopped / JOURNAL_NAME).write_text('{"fingerprint"')
-    with pytest.raises(CheckpointError, match="not valid JSON"):
+    with pytest.raises(OutputError, match="cannot be read as a journal"):
         run(source, tmp_path / "out", SMALL, resume=True)
+    (stopped / JOURNAL_NAME).write_text('{"fingerprint": "x"}')
+    with pytest.raises(OutputError, match="cannot be read as a journal"):
+        run(source, tmp_path / "out", SMALL, resume=True)
+
+
+def test_resume_touches_no_folder_that_is_not_ours(tmp_path, source):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputError, match="not left by a repack"):
+        run(source, tmp_path / "out", resume=True)
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_source_named_like_the_working_folder_is_safe(tmp_path, link):
+    folder = tiny.write(tmp_path / ("real" if link else "model.partial"))
+    if link:
+        (tmp_path / "model.partial").symlink_to(folder)
+    before = folder_bytes(folder)
+    for resume in (False, True):
+        with pytest.raises(OutputError, match=r"source|no folder"):
+            run(folder, tmp_path / "model", resume=resume)
+    assert folder_bytes(folder) == before
 
 
 def test_two_runs_cannot_share_a_folder(tmp_path, source):
@@ -417,34 +533,92 @@ def test_two_runs_cannot_share_a_folder(tmp_path, source):
     run(source, tmp_path / "out", resume=True)
 
 
-SLOW = """
-import sys, time
+BLOCKED = """
+import sys
 from pathlib import Path
 from qatpack.checkpoint.source import resolve_source
-from qatpack.repack import job
+from qatpack.repack import job, journal, stream
 from qatpack.repack.plan import Options
-real = job.ShardWriter.commit
-def slow(self):
-    path = real(self)
-    print(path.name, flush=True)
-    time.sleep(0.3)
-    return path
-job.ShardWriter.commit = slow
+
+wanted, recorded = int(sys.argv[3]), 0
+write_json, pack = journal.write_json, stream.pack_module
+
+def count(path, value):
+    global recorded
+    write_json(path, value)
+    recorded = len(value["shards"])
+
+def stop(module, reader, writer, *rest):
+    counts = pack(module, reader, writer, *rest)
+    if recorded >= wanted:
+        print("now", flush=True)
+        sys.stdin.read()
+    return counts
+
+journal.write_json, stream.pack_module = count, stop
 job.repack(resolve_source(sys.argv[1]), Path(sys.argv[2]), Options(shard_bytes=40_000))
 """
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_killed_in_the_middle_and_resumed(tmp_path, source, shards):
+@pytest.mark.parametrize("recorded", [0, 1])
+def test_killed_in_the_middle_of_a_shard_and_resumed(tmp_path, source, monkeypatch, recorded):
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source), str(tmp_path / "out")], stdout=subprocess.PIPE
+        [sys.executable, "-c", BLOCKED, str(source), str(tmp_path / "out"), str(recorded)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
-        for _ in range(shards):
-            process.stdout.readline()
-        time.sleep(0.1)
+        assert process.stdout.readline() == b"now\n"
         process.send_signal(signal.SIGKILL)
+    partial = tmp_path / "out.partial"
     assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial").exists()
+    assert list(partial.glob("*.tmp"))
+    finished = json.loads((partial / JOURNAL_NAME).read_text())["shards"]
+    assert len(finished) >= recorded
+    made = written_shards(monkeypatch)
     run(source, tmp_path / "out", SMALL, resume=True)
+    assert not set(made) & set(finished)
+    monkeypatch.undo()
     run(source, tmp_path / "whole", SMALL)
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "whole")
+
+
+MEASURED = """
+import sys, threading, time
+from pathlib import Path
+from qatpack.checkpoint.source import resolve_source
+from qatpack.repack import job
+
+peak, done = 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.005):
+        text = open("/proc/self/status").read()
+        peak = max(peak, int(text.split("RssAnon:")[1].split()[0]))
+
+thread = threading.Thread(target=watch)
+thread.start()
+job.repack(resolve_source(sys.argv[1]), Path(sys.argv[2]))
+done.set()
+thread.join()
+print(peak * 1024)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_tensors(tmp_path):
+    """One tensor to pack and one to copy, each as large as all memory that the job may own."""
+    rng = np.random.default_rng(0)
+    big = {
+        f"{tiny.TEXT}embed_tokens.weight": np.tile(tiny.grid(rng, 512, 4096), (64, 1)),
+        f"{tiny.TEXT}layers.0.mlp.up_proj.weight": np.tile(tiny.grid(rng, 512, 4096), (64, 1)),
+    }
+    folder = tiny.write(tmp_path / "c", tiny.tensors() | big)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(folder), str(tmp_path / "out")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert sum(a.nbytes for a in big.values()) > 500_000_000
+    assert int(done.stdout) < 260_000_000

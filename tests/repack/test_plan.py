@@ -150,6 +150,7 @@ def test_partners():
     assert fused_with("a.q_proj") == fused_with("a.v_proj") == "a.qkv"
     assert fused_with("a.gate_proj") == fused_with("a.up_proj") != fused_with("a.down_proj")
     assert fused_with("a.experts.gate_up_proj") == fused_with("a.experts.down_proj")
+    assert fused_with("a.experts.0.gate_proj") == fused_with("a.experts.3.down_proj")
     assert fused_with("a.gate_up_proj") == "a.gate_up_proj"
 
 
@@ -215,6 +216,11 @@ def test_an_untied_head_that_is_absent_stops(tmp_path):
         head(tmp_path, None, tied=False)
 
 
+def test_a_tie_flag_that_is_no_truth_value(tmp_path):
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is 'false'"):
+        head(tmp_path, tiny.tensors()[EMBEDDING], tied="false")
+
+
 def test_same_bytes_looks_at_every_block(tmp_path):
     big = np.zeros((600, 8192), tiny.BF16)
     other = big.copy()
@@ -240,6 +246,14 @@ def test_text_only_drops_the_towers_and_renames_the_decoder(tmp_path):
     assert len(plan.dropped) == sum("vision" in n or "audio" in n for n in tiny.tensors())
 
 
+def test_two_tensors_that_would_get_one_name(tmp_path):
+    arrays = tiny.tensors() | {"model.extra.weight": np.zeros(4, tiny.BF16)}
+    arrays[f"{tiny.TEXT}extra.weight"] = np.zeros(4, tiny.BF16)
+    planned(tmp_path / "whole", arrays)
+    with pytest.raises(CheckpointError, match=r"both be named model\.extra\.weight"):
+        planned(tmp_path / "text", arrays, Options(text_only=True))
+
+
 def test_ple_is_packed_on_request(tmp_path):
     plan = planned(tmp_path, options=Options(pack_ple=True))
     assert f"{tiny.TEXT}embed_tokens_per_layer" in {m.module for m in plan.packed}
@@ -258,6 +272,8 @@ def test_ple_is_packed_on_request(tmp_path):
         ("model.embed_audio.embedding_projection.weight", (4, 32), Role.TOWER),
         ("model.multi_modal_projector.x.weight", (4, 32), Role.TOWER),
         ("lm_head.weight", (4, 32), Role.HEAD),
+        ("model.audio_tower.lm_head.weight", (4, 32), Role.TOWER),
+        ("mtp_lm_head.weight", (4, 32), Role.OTHER),
         ("model.language_model.x.weight_zero_point", (4,), Role.PACKED),
     ],
 )

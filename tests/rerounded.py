@@ -1,0 +1,68 @@
+"""A build as Google's export makes it: every group rounded anew on step = max/7.5.
+
+The observer is llm-compressor's `memoryless_minmax`: the largest magnitude of a group, divided by
+(7 + 8) / 2 in the weights' own dtype, bfloat16; then compressed-tensors' `quantize`, round and
+clip of bf16(value / scale). `test_conformance` holds it against compressed-tensors itself.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from qatpack.checkpoint.folder import Checkpoint
+from qatpack.checkpoint.reader import TensorReader
+from qatpack.repack.config import output_config
+from qatpack.repack.layout import Role, dense_linears, read_layout
+from qatpack.repack.packing import pack
+
+BF16 = ml_dtypes.bfloat16
+GROUP = 32
+
+
+def reround(w):
+    """`w: bf16[out, in]` to (levels int8[out, in], scale bf16[out, in/32])."""
+    groups = w.reshape(w.shape[0], -1, GROUP)
+    scale = (np.abs(groups).max(-1).astype(np.float32) / np.float32(7.5)).astype(BF16)
+    scale = np.where(scale == 0, np.array(ml_dtypes.finfo(BF16).eps, BF16), scale)
+    ratio = (groups.astype(np.float32) / scale.astype(np.float32)[..., None]).astype(BF16)
+    levels = np.clip(np.rint(ratio.astype(np.float32)), -8, 7).astype(np.int8)
+    return levels.reshape(w.shape), scale
+
+
+def packed_tensors(module, levels, scale):
+    """The three tensors of a packed module, by name."""
+    return {
+        f"{module}.weight_packed": pack(levels),
+        f"{module}.weight_scale": scale,
+        f"{module}.weight_shape": np.array(levels.shape, np.int64),
+    }
+
+
+def export(source, out, *, head=True):
+    """Write `out`, the re-rounded build of a checkpoint folder; with `head`, a copy of the
+    embedding as lm_head, as Google's has."""
+    source, out = Path(source), Path(out)
+    layout = read_layout(Checkpoint.open(source))
+    arrays, dense = {}, []
+    with TensorReader() as reader:
+        for tensor in layout.checkpoint.tensors.values():
+            if layout.roles[tensor.name] is Role.LINEAR:
+                module = tensor.name.removesuffix(".weight")
+                arrays |= packed_tensors(module, *reround(reader.read(tensor)))
+            else:
+                arrays[tensor.name] = reader.read(tensor)
+                dense.append(tensor.name)
+    if head:
+        arrays["lm_head.weight"] = arrays[f"{layout.prefix}embed_tokens.weight"]
+    out.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and path.name != "model.safetensors.index.json":
+            shutil.copy(path, out)
+    save_file(arrays, out / "model.safetensors", {"format": "pt"})
+    config = output_config(layout.checkpoint.config, dense_linears(layout, dense))
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    return out

@@ -1,0 +1,1 @@
+"""Whether a build is exactly the trained model, and loads where it claims to."""
