@@ -24,3 +24,7 @@ class OutputError(QatpackError):
 
 class GridError(QatpackError):
     """The proof failed: values that are on no 4-bit grid, or not finite."""
+
+
+class ModelError(QatpackError):
+    """A model that the decoder cannot run: unknown type, unsupported option, tensors missing."""

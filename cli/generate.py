@@ -1,0 +1,156 @@
+"""`qatpack generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .progress import byte_bar
+from .text import print_json, size
+
+if TYPE_CHECKING:
+    from ..evaluate.gemma4.generate import Chunk
+    from ..evaluate.gemma4.load import Model
+
+
+@click.command()
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.argument("prompt")
+@click.option("--chat", is_flag=True, help="Frame the prompt as a user's turn (needs jinja2).")
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest token each time.",
+)
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Sample among the k likeliest.")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, help="Sample within this share.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--decode",
+    type=click.Choice(["exact", "fast"]),
+    default="fast",
+    show_default=True,
+    help="Packed weights: exact rounds each weight to bfloat16 as other readers do, fast scales "
+    "after the group sums.",
+)
+@click.option(
+    "--mesh",
+    type=click.IntRange(1),
+    help="Devices to spread the model over. By default all, if it does not fit one.",
+)
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Where compiled programs are kept. [default: $QATPACK_CACHE/xla or ~/.cache/qatpack/xla]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+def generate(
+    folder: Path,
+    prompt: str,
+    chat: bool,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    decode: Any,
+    mesh: int | None,
+    cache_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Continue a text with a Gemma 4 checkpoint or a build of it.
+
+    The text goes to stdout as it comes, times to stderr.
+
+    \b
+    Example:
+      qatpack generate gemma-4-E2B-it-w4a16 "Why is the sky blue?" --chat --max-tokens 64
+    """
+    from ..evaluate.devices import use_compile_cache
+    from ..evaluate.gemma4.generate import stream, warm_up
+    from ..evaluate.gemma4.sampling import Sampling
+    from ..evaluate.tokens import open_vocabulary
+
+    use_compile_cache(cache_dir)
+    vocabulary = open_vocabulary(folder)
+    ids = vocabulary.encode(vocabulary.chat(prompt) if chat else prompt)
+    start = time.perf_counter()
+    model = _load(folder, decode, mesh)
+    times = {"load_s": time.perf_counter() - start}
+    options: dict[str, Any] = {
+        "config": model.config,
+        "max_tokens": max_tokens,
+        "stop": vocabulary.stop,
+        "sampling": Sampling(temperature, top_k, top_p) if temperature else None,
+        "seed": seed,
+    }
+    times["compile_s"] = warm_up(model.weights, [ids], **options)
+    chunks: list[Chunk] = []
+
+    def new_tokens() -> Iterator[list[int]]:
+        for chunk in stream(model.weights, [ids], **options):
+            chunks.append(chunk)
+            yield chunk.tokens[0]
+
+    pieces: list[str] = []
+    for piece in vocabulary.decode_stream(new_tokens()):
+        pieces.append(piece)
+        if not as_json:
+            click.echo(piece, nl=False)
+    figures = times | _speed(chunks)
+    if as_json:
+        tokens = [t for c in chunks for t in c.tokens[0]]
+        text = {"text": "".join(pieces), "prompt_ids": ids, "ids": tokens}
+        print_json(text | figures | {"decode": decode} | _machine(model))
+        return
+    click.echo()
+    _print_figures(figures, len(ids), model)
+
+
+def _load(folder: Path, decode: Any, mesh: int | None) -> Model:
+    from ..checkpoint.folder import Checkpoint
+    from ..evaluate.devices import pick_mesh
+    from ..evaluate.gemma4.load import load
+
+    # All tensors of the folder: the towers, which are not loaded, are a small part of it.
+    total = Checkpoint.open(folder).tensor_bytes
+    with byte_bar("loading", total) as progress:
+        return load(folder, decode=decode, mesh=pick_mesh(total, mesh), progress=progress)
+
+
+def _speed(chunks: list[Chunk]) -> dict[str, float | None]:
+    """Prefill ms, and the rate of the tokens after the first."""
+    steps, seconds = sum(c.steps for c in chunks[1:]), sum(c.seconds for c in chunks[1:])
+    return {
+        "prefill_ms": 1e3 * chunks[0].seconds,
+        "tokens_per_second": steps / seconds if steps else None,
+    }
+
+
+def _machine(model: Model) -> dict[str, Any]:
+    import jax
+
+    return {
+        "weight_bytes": model.nbytes,
+        "device": jax.devices()[0].device_kind,
+        "dtype": str(model.weights["norm"].dtype),
+        "jax": jax.__version__,
+    }
+
+
+def _print_figures(figures: dict[str, Any], prompt_tokens: int, model: Model) -> None:
+    rate = figures["tokens_per_second"]
+    click.echo(
+        f"load {figures['load_s']:.2f} s ({size(model.nbytes)}), "
+        f"compile {figures['compile_s']:.2f} s, "
+        f"prefill {figures['prefill_ms']:.1f} ms ({prompt_tokens} tokens), "
+        + (f"{rate:.1f} tokens/s" if rate else "one token"),
+        err=True,
+    )

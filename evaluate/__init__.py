@@ -1,0 +1,1 @@
+"""Running the reference and its builds: the decoder, the text, the metrics."""

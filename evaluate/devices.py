@@ -1,0 +1,44 @@
+"""Which devices run the model, and where compiled programs are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ..checkpoint.errors import ModelError
+
+AXIS = "model"  # the one mesh axis: weights and heads are cut along it
+
+
+def use_compile_cache(folder: Path | None = None) -> Path:
+    """Keep compiled programs in `folder` across runs: the same shapes then compile nothing.
+
+    By default $QATPACK_CACHE/xla, or ~/.cache/qatpack/xla.
+    """
+    home = Path(os.environ.get("QATPACK_CACHE", Path.home() / ".cache" / "qatpack"))
+    folder = folder or home / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+def pick_mesh(nbytes: int, count: int | None = None) -> jax.sharding.Mesh | None:
+    """The devices for a model of `nbytes`: None for one device.
+
+    Without a `count`, all devices when the model takes more than 0.8 of the first one's memory.
+
+    Raises ModelError: more devices asked for than there are.
+    """
+    devices = jax.devices()
+    if count is None:
+        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+        count = len(devices) if limit and nbytes > 0.8 * limit else 1
+    if not 1 <= count <= len(devices):
+        raise ModelError(f"--mesh {count}: there are {len(devices)} {devices[0].platform} devices")
+    if count == 1:
+        return None
+    return jax.sharding.Mesh(np.array(devices[:count]), (AXIS,))

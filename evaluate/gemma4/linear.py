@@ -1,0 +1,89 @@
+"""Products with dense and packed weights, and which one runs where: all of it is chosen here.
+
+A linear of the model is an array [out, in], or a packed form of `packed.py`.
+
+`exact` decodes a weight to bf16(f32(scale) * level) and multiplies as the dense model does, so that
+identical weights give identical logits. `fast` multiplies by the scale after the group sums: closer
+to real arithmetic, not bit-equal to the dense model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import packed
+from .packed import Lanes, Levels, Words
+
+Array = jax.Array
+Linear = Array | Words | Levels | Lanes
+Path = Literal["exact", "fast"]
+
+FEW_ROWS = 8  # up to here a matrix unit's rows are free for group sums
+
+
+def prepare(w: Words, path: Path, *, platform: str, shards: int = 1) -> Linear:
+    """What the device keeps of a packed linear, by path and platform."""
+    if path == "exact":
+        return w
+    # A CPU stores int4 as bytes and unpacks in registers.
+    return packed.to_lanes(w) if platform == "cpu" else packed.to_levels(w, shards)
+
+
+def product(x: Array, w: Linear, dtype: Any = None) -> Array:
+    """x [..., in] times w [out, in], transposed: [..., out], in x's dtype or the one given."""
+    out = _product(x.reshape(-1, x.shape[-1]), w)
+    return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def _product(x: Array, w: Linear) -> Array:
+    """x [R, in] -> float32[R, out]."""
+    few = len(x) <= FEW_ROWS
+    match w:
+        case Words():
+            # The barrier keeps the decoding out of the matmul: it is then the dense model's own.
+            decoded = packed.decode(w).astype(x.dtype)
+            return _dense(x, lax.optimization_barrier(decoded))
+        case Levels():
+            return packed.times_levels(x, w) if few else _many(x, packed.scaled_levels(w, x.dtype))
+        case Lanes():
+            return packed.times_lanes(x, w) if few else _many(x, packed.scaled_lanes(w, x.dtype))
+        case _:
+            return _dense(x, w)
+
+
+def _many(x: Array, weights: Array) -> Array:
+    return dot("rk,kn->rn", x, weights)
+
+
+def _dense(x: Array, w: Array) -> Array:
+    if len(x) > 1 or w.dtype != jnp.bfloat16:
+        return dot("rk,nk->rn", x, w)
+    return lax.platform_dependent(x, w, cpu=_one_row, default=functools.partial(dot, "rk,nk->rn"))
+
+
+def _one_row(x: Array, w: Array) -> Array:
+    """XLA's bf16 matmul on a CPU first copies w to float32; this sum reads it once."""
+    return jnp.sum(w.astype(jnp.float32) * x.astype(jnp.float32), axis=1)[None]
+
+
+def dot(spec: str, a: Array, b: Array) -> Array:
+    """An einsum that accumulates in float32 and returns it; float32 operands keep their bits.
+
+    A TPU multiplies float32 in bfloat16 passes unless told otherwise.
+    """
+    exact = a.dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rows(table: Array | Words, ids: Array, dtype: Any) -> Array:
+    """Rows `ids` of a table [V, width]: [*ids.shape, width]. Only those rows are read."""
+    if isinstance(table, Words):
+        take = lambda a: a.at[ids].get(mode="clip")  # noqa: E731
+        return packed.decode(Words(take(table.words), take(table.scale))).astype(dtype)
+    return table.at[ids].get(mode="clip").astype(dtype)

@@ -1,0 +1,182 @@
+"""From a checkpoint folder to weights on the device, one tensor at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...checkpoint.errors import ModelError
+from ...checkpoint.folder import Checkpoint
+from ...checkpoint.naming import text_prefix
+from ...checkpoint.reader import TensorReader
+from .config import Config, read_config, tensor_shapes
+from .linear import Path as Decode
+from .linear import prepare
+from .packed import PER_WORD, Words
+from .sharding import cut_axis, weight_sharding
+from .weights import assemble
+
+TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight")
+# Present in some exports and of no use here: base models store keys for layers that share them.
+_UNUSED = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded decoder: what it is, its weights, and the bytes they take on the device."""
+
+    config: Config
+    weights: dict[str, Any]
+    nbytes: int
+
+
+def load(
+    folder: str | Path,
+    *,
+    decode: Decode = "exact",
+    dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Model:
+    """Load the text decoder of a checkpoint, a packed build or a text-only one.
+
+    Packed weights stay packed on the device. Towers, and a head that is tied, are never read.
+    The host holds one tensor beside what the device has taken over.
+
+    Args:
+        folder: where config.json and the safetensors files stand.
+        decode: `exact` for fidelity, `fast` for speed (see `linear`); the same for dense weights.
+        dtype: of the activations and of dense weights; by default as stored.
+        mesh: devices to cut the weights over (see `sharding`); None for the default device.
+        progress: called with the bytes of each tensor read.
+
+    Raises:
+        CheckpointError: damaged files.
+        ModelError: an unknown model, or tensors missing, surplus or of another shape.
+    """
+    checkpoint = Checkpoint.open(Path(folder))
+    config = read_config(checkpoint.config or Path(folder))
+    prefix = text_prefix(checkpoint.tensors)
+    _check_names(checkpoint, prefix, config)
+    with TensorReader() as reader:
+        source = _Source(checkpoint, config, prefix, reader, decode, dtype, mesh, progress)
+        weights = assemble(config, functools.partial(_leaf, source, tensor_shapes(config)))
+    nbytes = sum(_nbytes(x) for x in jax.tree.leaves(weights))
+    return Model(config, weights, nbytes)
+
+
+@dataclass(frozen=True)
+class _Source:
+    checkpoint: Checkpoint
+    config: Config
+    prefix: str
+    reader: TensorReader
+    decode: Decode
+    dtype: Any
+    mesh: jax.sharding.Mesh | None
+    progress: Callable[[int], object] | None
+
+    def full(self, name: str) -> str:
+        """The checkpoint's name of one of ours; a head stands outside the decoder's prefix."""
+        return name if name.startswith("lm_head.") else self.prefix + name
+
+    def has(self, name: str) -> bool:
+        return self.full(name) in self.checkpoint.tensors
+
+    def read(self, name: str) -> np.ndarray:
+        info = self.checkpoint[self.full(name)]
+        array = self.reader.read(info)
+        if self.progress:
+            self.progress(info.nbytes)
+        return array
+
+    def put(self, name: str, array: np.ndarray) -> jax.Array:
+        """One array on the device, or cut over the mesh, and off the host before the next."""
+        where = self.mesh and weight_sharding(self.mesh, name, array.shape, self.config)
+        return jax.block_until_ready(jax.device_put(array, where))
+
+
+def _leaf(source: _Source, shapes: dict[str, tuple[int, ...]], name: str) -> Any:
+    module = name.removesuffix(".weight")
+    if not source.has(f"{module}.weight_packed"):
+        array = source.read(name)
+        _check_shape(source, name, array.shape, shapes[name])
+        return source.put(name, array if source.dtype is None else array.astype(source.dtype))
+    words = source.read(f"{module}.weight_packed").view(np.uint32)
+    scale = source.read(f"{module}.weight_scale")
+    out, width = shapes[name]
+    _check_shape(source, f"{module}.weight_packed", words.shape, (out, width // PER_WORD))
+    if scale.shape[0] != out or width % scale.shape[1]:
+        _check_shape(source, f"{module}.weight_scale", scale.shape, (out, width // 32))
+    packed = Words(source.put(name, words), source.put(name, scale))
+    if name in TABLES:
+        return packed
+    cut = source.mesh is not None and cut_axis(name, source.config, source.mesh.size) == 1
+    shards = source.mesh.size if source.mesh is not None and cut else 1
+    return prepare(packed, source.decode, platform=jax.default_backend(), shards=shards)
+
+
+def _nbytes(x: jax.Array) -> int:
+    return x.size // 2 if x.dtype == jnp.int4 else x.nbytes
+
+
+def _check_shape(
+    source: _Source, name: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    if found != expected:
+        raise ModelError(
+            f"{source.checkpoint[source.full(name)].file}: {source.full(name)!r} has shape "
+            f"{list(found)}, config.json asks for {list(expected)}; they are not of one model."
+        )
+
+
+def _check_names(checkpoint: Checkpoint, prefix: str, config: Config) -> None:
+    """Every tensor of the decoder is there, and under its prefix nothing is left over."""
+    present = {n.removeprefix(prefix) for n in checkpoint.tensors if n.startswith(prefix)}
+    present |= {n for n in checkpoint.tensors if n.startswith("lm_head.")}
+    expected = tensor_shapes(config)
+    missing = [n for n in expected if not _stored(n, present)]
+    if missing:
+        raise ModelError(
+            f"{checkpoint.folder}: tensors missing: {_some(missing)}; download it again."
+        )
+    if prefix == "model.":  # older names put the towers beside the decoder
+        present = {n for n in present if n.startswith(("layers.", "embed_tokens", "per_layer_"))}
+    known = {n.removesuffix(".weight") for n in expected} | {"lm_head"}
+    surplus = [n for n in present if _module(n) not in known and not _shared_key(n, config)]
+    if surplus:
+        raise ModelError(
+            f"{checkpoint.folder}: tensors that are not part of this model: "
+            f"{_some(sorted(surplus))}; config.json and weights are not of one export."
+        )
+
+
+def _stored(name: str, present: set[str]) -> bool:
+    module = name.removesuffix(".weight")
+    return name in present or {f"{module}.weight_packed", f"{module}.weight_scale"} <= present
+
+
+def _module(name: str) -> str:
+    """The module of a tensor's name: `layers.0.mlp.up_proj` of `...up_proj.weight_scale`."""
+    head, _, last = name.rpartition(".")
+    return head if last.startswith("weight") else name
+
+
+def _shared_key(name: str, config: Config) -> bool:
+    """Whether this is a key or value projection of a layer that shares another's."""
+    parts = name.split(".", 2)
+    if parts[0] != "layers" or not parts[2].startswith(_UNUSED):
+        return False
+    return int(parts[1]) < len(config.layers) and not config.owns_kv(int(parts[1]))
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

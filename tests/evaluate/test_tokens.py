@@ -1,0 +1,67 @@
+"""Exactly one BOS, chat templates, streaming text, and folders that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from qatpack.checkpoint.errors import ModelError
+from qatpack.evaluate.tokens import open_vocabulary
+
+DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
+
+
+def test_exactly_one_bos_whatever_the_text_says() -> None:
+    vocabulary = open_vocabulary(DEMO)
+    plain = vocabulary.encode("The function")
+    assert plain[0] == 2
+    assert plain.count(2) == 1
+    assert vocabulary.encode("<bos>The function") == plain
+    assert vocabulary.encode("<bos><bos>The function") == plain
+    assert vocabulary.encode("") == [2]
+    with pytest.raises(ModelError, match="has a BOS token"):
+        vocabulary.encode("The <bos>function")
+
+
+def test_a_chat_has_one_bos_and_ends_with_the_models_turn() -> None:
+    vocabulary = open_vocabulary(DEMO)
+    text = vocabulary.chat("Hello")
+    assert text == "<bos><|turn>user\nHello<turn|>\n<|turn>model\n"
+    assert vocabulary.encode(text).count(2) == 1
+    assert vocabulary.stop == (1, 106, 50)
+
+
+def test_without_jinja2_a_chat_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(ModelError, match="pip install jinja2"):
+        open_vocabulary(DEMO).chat("Hello")
+
+
+def test_streamed_text_is_the_text_and_holds_back_half_characters() -> None:
+    vocabulary = open_vocabulary(DEMO)
+    text = "naïve ☃ snow — 雪 ok"
+    ids = vocabulary.encode(text)[1:]
+    pieces = list(vocabulary.decode_stream([i] for i in ids))
+    assert "".join(pieces) == text
+    assert not any("�" in p for p in pieces)
+    assert len([p for p in pieces if p]) > 3
+
+
+def test_folders_without_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not found"):
+        open_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        open_vocabulary(tmp_path)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    with pytest.raises(ModelError, match="names a BOS"):
+        open_vocabulary(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 2, "eos_token_id": 1}))
+    vocabulary = open_vocabulary(tmp_path)
+    assert vocabulary.stop == (1,)
+    with pytest.raises(ModelError, match="no chat template"):
+        vocabulary.chat("Hello")
