@@ -8,6 +8,7 @@ import click
 
 from ..checkpoint.errors import QatpackError
 from .demo import demo
+from .generate import generate
 from .inspect import inspect
 from .repack import repack
 from .text import one_line, warn
@@ -59,5 +60,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (demo, inspect, repack, verify):
+for _command in (demo, generate, inspect, repack, verify):
     main.add_command(_command)

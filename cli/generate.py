@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
 @click.argument("prompt")
 @click.option("--chat", is_flag=True, help="Frame the prompt as a user's turn (needs jinja2).")
-@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Most tokens to write; a stop token ends it earlier.",
+)
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 )
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Sample among the k likeliest.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, help="Sample within this share.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 @click.option(
     "--decode",
     type=click.Choice(["exact", "fast"]),

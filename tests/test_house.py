@@ -7,13 +7,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Each room may import from itself and from those to its right.
-ORDER = ["cli", "verify", "repack", "checkpoint"]
+ORDER = ["cli", "evaluate", "verify", "repack", "checkpoint"]
 
 
 def imports(room):
     """(file, the room it imports from) of every relative import that leaves its folder."""
     for path in sorted((ROOT / room).rglob("*.py")):
-        depth = len(path.relative_to(ROOT / room).parts)
+        depth = len(path.relative_to(ROOT / room).parts)  # dots that lead out of the room, less one
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == depth + 1:
                 yield path.name, (node.module or node.names[0].name).split(".")[0]
