@@ -11,7 +11,7 @@ import click
 
 from .progress import byte_bar
 from .repack import start_jax_on_cpu
-from .text import print_json, table
+from .text import one_line, print_json, table
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
@@ -120,6 +120,8 @@ def verify(
         raise click.UsageError("choose one of --json and --markdown.")
     if reference is None and (tensors or sample or require or revision):
         raise click.UsageError("--tensors, --sample, --require and --revision need a --reference.")
+    if share != share:
+        raise click.UsageError("--share is a number from 0 to 1.")
     if derive_all and not rederive:
         raise click.UsageError("--all belongs to --rederive.")
     from ..verify.job import Options
@@ -137,17 +139,17 @@ def verify(
         rederive=(1.0 if derive_all else share) if rederive else None,
     )
     reports = [_verify(source, opened, options, require) for source in sources]
-    for report in reports if write else ():
-        write_report(report, report.build.folder)
-    if plots is not None:
-        for report in reports:
-            write_plots(report, plots)
     if as_json:
         print_json([r.to_json() for r in reports] if len(reports) > 1 else reports[0].to_json())
     elif as_markdown:
         _print_markdown(reports)
     else:
         _print_reports(reports)
+    for report in reports if write else ():
+        write_report(report, report.build.folder)
+    if plots is not None:
+        for report in reports:
+            write_plots(report, plots)
     if not all(report.passed for report in reports):
         raise click.exceptions.Exit(1)
 
@@ -258,5 +260,9 @@ def _wrapped(text: str) -> str:
     import textwrap
 
     return textwrap.fill(
-        text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        one_line(text),
+        WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -29,6 +29,7 @@ from .readers import file_findings, generation_findings, limit_findings, tensor_
 from .report import Report
 from .scales import Scales, scan_scales
 from .scheme import read_scheme, size_findings
+from .settings import settings_findings
 from .tally import Tally
 from .verdict import Judgement, Verdict, claims, damaged, judge
 
@@ -91,7 +92,7 @@ def verify(
     of each step, `reference_bytes` in all. Whatever is wrong with the build becomes a finding;
     raises `CheckpointError` only where the reference is damaged.
     """
-    name = name or source.id or source.folder.name
+    name = name or source.id or source.folder.resolve().name
     options = options or Options()
     try:
         build = open_build(source.folder, name=name)
@@ -108,7 +109,9 @@ def verify(
         folder, layout = reference.source.folder, reference.layout
         proof, found = rederive(build, folder, layout, share=options.rederive, progress=progress)
         report = replace(report, provenance=proof, findings=(*report.findings, *found))
-    return report if reference is not None else replace(report, judgement=_uncompared(report))
+    if reference is None:
+        return replace(report, judgement=_uncompared(report))
+    return replace(report, judgement=report.judgement.but(report.count(Severity.ERROR)))
 
 
 def _pathless(text: str, source: Source) -> str:
@@ -190,6 +193,7 @@ def _compared(
         ends = options.sample is not None
         copied = compare_copied(build, reference.layout, used, ends=ends, progress=progress)
         findings += copied_findings(copied, build)
+        findings += settings_findings(build, reference.layout)
     total = sum((t.tally for t in tensors), Tally())
     findings += _value_findings(build.name, total)
     findings += _scale_findings(build.name, Scales(non_finite=total.non_finite_scales))
@@ -254,7 +258,8 @@ def _value_findings(where: str, total: Tally) -> list[Finding]:
         found.append(error("scale-zero", where, what, "export it again"))
     if total.uncertified:
         what = f"{total.uncertified:,} groups of the reference are on no positive 4-bit grid"
-        found.append(warning("off-grid", where, what, "check that it is the QAT checkpoint"))
+        make = warning if total.exact else error
+        found.append(make("off-grid", where, what, "check that it is the QAT checkpoint"))
     return found
 
 

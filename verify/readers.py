@@ -18,7 +18,7 @@ from .build import PACKED, Build
 from .findings import Finding, error, listed, note, warning
 
 VLLM, TRANSFORMERS, TPU = "vLLM 0.32", "transformers 5.24", "tpu-inference 0.32"
-_PART = re.compile(r"\.(weight|weight_zero_point|weight_g_idx|weight_global_scale)$")
+_PARTS = (".weight_packed", ".weight_scale", ".weight_shape")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
@@ -26,7 +26,7 @@ def tensor_findings(build: Build) -> Iterator[Finding]:
     """Tensors that break a reader by their names alone."""
     names = build.checkpoint.tensors
     modules = build.packed.keys() | build.broken
-    extra = [n for n in names if (m := _PART.search(n)) and n[: m.start()] in modules]
+    extra = [n for n in names if n.rpartition(".")[0] in modules and not n.endswith(_PARTS)]
     if extra:
         what = f"{len(extra)} tensors beside packed ones: {listed(extra)}; {VLLM} refuses them"
         yield error("extra-tensor", build.name, what, "remove them")

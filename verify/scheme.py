@@ -90,6 +90,9 @@ def _field_findings(raw: Mapping[str, Any]) -> Iterator[Finding]:
     ignore = raw.get("ignore")
     if ignore is not None and len(_strings(ignore)) != _length(ignore):
         yield _wrong("ignore", ignore, "a list of module names")
+    for field in ("sparsity_config", "transform_config"):
+        if raw.get(field):
+            yield _wrong(field, raw[field], "empty: the weights are only packed")
     if scheme := raw.get("kv_cache_scheme"):
         yield _wrong("kv_cache_scheme", scheme, "null: W4A16 leaves the cache alone")
     if anchored := [t for t in _strings(ignore) if t.startswith(("re:model.", "re:^"))]:
@@ -109,8 +112,9 @@ def _group_findings(name: str, group: object) -> Iterator[Finding]:
         yield _wrong(f"{key}.targets", targets, "a list such as ['Linear']")
     if group.get("format") not in (None, "pack-quantized"):
         yield _wrong(f"{key}.format", group["format"], "'pack-quantized'")
-    if group.get("input_activations") is not None:
-        yield _wrong(f"{key}.input_activations", group["input_activations"], "null (A16)")
+    for field in ("input_activations", "output_activations"):
+        if group.get(field) is not None:
+            yield _wrong(f"{key}.{field}", group[field], "null (A16)")
     expected = (("num_bits", 4), ("type", "int"), ("symmetric", True))
     for field, value in expected:
         if weights.get(field) != value or type(weights.get(field)) is not type(value):

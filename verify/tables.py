@@ -108,7 +108,9 @@ def conventions(reports: Sequence[Report]) -> str:
     part_only = next((r for r in reports if r.sample or r.pattern), None)
     looked = ""
     if part_only is not None and part_only.sample:
-        looked = f"\nCompared: {part_only.sample} rows of each packed tensor."
+        looked = (
+            f"\nCompared: {part_only.sample} rows of each packed tensor, the ends of the others."
+        )
     if part_only is not None and part_only.pattern:
         looked += f"\nOnly {part_only.pattern}."
     return (

@@ -40,11 +40,21 @@ class Judgement:
 
     verdict: Verdict
     text: str
+    errors: int = 0
+    """Errors of the folder that the values know nothing of."""
 
     @property
     def good(self) -> bool:
-        """Whether nothing speaks against the values."""
-        return self.verdict in (Verdict.EXACT, Verdict.TRAINED, Verdict.UNCOMPARED)
+        """Whether nothing speaks against the build."""
+        sound = self.verdict in (Verdict.EXACT, Verdict.TRAINED, Verdict.UNCOMPARED)
+        return sound and not self.errors
+
+    def but(self, errors: int) -> Judgement:
+        """The same on a folder with so many errors: good values do not make it a good build."""
+        if not errors or not self.good:
+            return self
+        said = f"{errors} error{'s' * (errors != 1)} in the folder"
+        return Judgement(self.verdict, f"{self.text}, but {said}", errors)
 
     def to_json(self) -> dict[str, Any]:
         """As in verify_report.json."""
@@ -53,7 +63,7 @@ class Judgement:
 
 DAMAGE = frozenset(
     {"files", "packed-missing", "packed-shape", "reference-shape", "reference-missing",
-     "copied-missing", "claim-differs", "scale-not-finite"}
+     "copied-missing", "claim-differs", "scale-not-finite", "name-twice"}
 )  # fmt: skip
 """Codes of findings that make a build damaged whatever its values say."""
 
@@ -151,7 +161,10 @@ def _good(total: Tally, tensors: Sequence[Fidelity], where: str) -> Judgement:
         return Judgement(Verdict.EXACT, text)
     dtypes = " and ".join(sorted({t.scale_dtype for t in tensors}))
     shared = part(total.identical, total.values)
-    text = f"the trained grid at {dtypes} steps: levels all exact, {shared} identical{where}"
+    levels = "levels all exact"
+    if total.uncertified:
+        levels = f"levels exact but for {total.uncertified:,} groups that are on no grid"
+    text = f"the trained grid at {dtypes} steps: {levels}, {shared} identical{where}"
     return Judgement(Verdict.TRAINED, text)
 
 
