@@ -7,6 +7,7 @@ source and the recorded options, and chosen tensors are derived again and compar
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from ..checkpoint.reader import TensorReader
 from ..repack.finish import MANIFEST_FORMAT, plan_config
 from ..repack.layout import Layout
 from ..repack.plan import Options, PackedModule, Plan, make_plan, same_bytes
+from ..repack.sidecars import sidecar_names
 from ..repack.stream import blocks
 from .build import Build
 from .fidelity import Progress
@@ -90,6 +92,12 @@ def rederive(
     _check_unlisted(manifest.get("files"), build.folder, ledger)
     plan = _plan(manifest, layout, ledger)
     if plan is not None:
+        try:
+            _check_names(manifest, plan, ledger)
+        except (KeyError, TypeError, AttributeError) as fault:
+            what = f"its records cannot be read ({type(fault).__name__}: {fault})"
+            ledger.blame("manifest", MANIFEST_NAME, what, "repack the source")
+        _check_sidecars(plan, build, ledger)
         _check_plan(plan, build, ledger)
         _check_packed(plan, build, share, ledger, progress)
         _check_copied(plan, build, share, ledger, progress)
@@ -121,13 +129,17 @@ def _check_files(
         ledger.blame("manifest", MANIFEST_NAME, f"lists no {side} files", "repack the source")
         return
     good, unhashed = 0, []
+    twice = [name for name, count in Counter(r[0] for r in records).items() if count > 1]
+    if twice:
+        what = f"lists {side} files twice: {listed(twice)}"
+        ledger.blame("manifest", MANIFEST_NAME, what, _advice("output"))
     for name, size, sha256 in records:
         path = folder / name
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             ledger.blame(
                 "manifest", MANIFEST_NAME, f"lists {name!r}, outside the folder", "refuse it"
             )
-        elif not path.is_file():
+        elif not _is_file(path):
             ledger.blame(f"{side}-missing", name, "recorded in the manifest, but missing",
                          f"give the {side} folder as it was")  # fmt: skip
         elif sha256 is None:
@@ -143,6 +155,70 @@ def _check_files(
         ledger.proven.append(f"{good} {side} files have the recorded size and sha256")
     if unhashed:
         ledger.unproven.append(f"no sha256 is recorded for {listed(unhashed)}")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def _check_names(manifest: Mapping[str, Any], plan: Plan, ledger: _Ledger) -> None:
+    """What the manifest says of every tensor, and that it names all the files it came from."""
+    checkpoint = plan.layout.checkpoint
+    listed_files = {name for name, _, _ in _records(manifest["source"].get("files")) or ()}
+    weights = {header.path.name for header in checkpoint.files}
+    if absent := weights - listed_files:
+        what = f"lists no hash of the source's {listed(absent)}"
+        ledger.blame("manifest", MANIFEST_NAME, what, "repack the source")
+    stated = {
+        "packed": {p.get("name") for p in manifest["packed"]},
+        "copied": {n for names in manifest["copied"].values() for n in names},
+        "dropped": {n for names in manifest["dropped"].values() for n in names},
+    }
+    derived = {
+        "packed": {t.name for t in plan.packed_sources},
+        "copied": set(plan.copied),
+        "dropped": set(plan.dropped),
+    }
+    wrong = [part for part, names in derived.items() if stated[part] != names]
+    totals = manifest["totals"]
+    wrong += [
+        f"totals.{key}"
+        for key, value in {
+            "source_tensors": len(checkpoint.tensors),
+            "source_bytes": checkpoint.tensor_bytes,
+            "packed_tensors": len(derived["packed"]),
+            "packed_modules": len(plan.packed),
+            "copied_tensors": len(plan.copied),
+            "dropped_tensors": len(plan.dropped),
+            "output_bytes": plan.output_bytes(),
+        }.items()
+        if totals.get(key) != value
+    ]
+    if wrong:
+        what = f"says otherwise than source and options of: {listed(wrong)}"
+        ledger.blame("manifest", MANIFEST_NAME, what, _advice("output"))
+    if identity := manifest["source"].get("id"):
+        ledger.unproven.append(f"that these source files are {identity} on the Hub")
+
+
+def _check_sidecars(plan: Plan, build: Build, ledger: _Ledger) -> None:
+    """The files that a repack copies beside the weights."""
+    source = plan.layout.checkpoint.folder
+    names = sidecar_names(source, text_only=plan.options.text_only)
+    differ = [
+        output
+        for name, output in names.items()
+        if not _is_file(build.folder / output)
+        or (build.folder / output).read_bytes() != (source / name).read_bytes()
+    ]
+    if differ:
+        what = f"not the source's bytes: {listed(differ)}"
+        ledger.blame("sidecar-differs", build.name, what, _advice("output"))
+    if good := len(names) - len(differ):
+        ledger.proven.append(f"{good} files beside the weights are the source's bytes")
 
 
 def _advice(side: str) -> str:

@@ -66,6 +66,7 @@ def test_an_honest_build_is_proven_whole(pair):
     assert proof.proven == (
         "8 source files have the recorded size and sha256",
         "9 output files have the recorded size and sha256",
+        "6 files beside the weights are the source's bytes",
         "the 95 tensors are those that source and options give",
         "config.json is the one that source and options give",
         "26 of 26 packed modules derived again: bytes equal",
@@ -180,7 +181,7 @@ def test_an_edited_card_and_a_missing_file(pair):
     (pair[1] / "README.md").write_text("mine")
     (pair[1] / "LICENSE").unlink()
     proof, findings = run(pair)
-    assert codes(findings) == {"output-missing"}
+    assert codes(findings) == {"output-missing", "sidecar-differs"}
     assert "README.md was changed after the repack" in proof.unproven
 
 
@@ -190,3 +191,47 @@ def test_unhashed_files_are_not_called_proven(tmp_path):
     proof, findings = run((tmp_path / "source", tmp_path / "build"))
     assert findings == []
     assert sum("no sha256 is recorded for model.safetensors" in u for u in proof.unproven) == 2
+
+
+def forged(pair, change):
+    """The manifest edited, with the hashes of all output files as they are now."""
+    path = pair[1] / "repack_report.json"
+    manifest = json.loads(path.read_text())
+    for record in manifest["files"]:
+        file = pair[1] / record["name"]
+        record |= {"bytes": file.stat().st_size, "sha256": hash_file(file)}
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_sidecars_that_are_not_the_sources_though_their_hashes_fit(pair):
+    (pair[1] / "tokenizer_config.json").write_text('{"bos_token": "<other>"}')
+    forged(pair, lambda m: None)
+    assert codes(run(pair)[1]) == {"sidecar-differs"}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda m: m["source"]["files"].extend(m["source"]["files"][:1]), "twice"),
+        (lambda m: m["files"].extend(m["files"] * 3), "twice"),
+        (lambda m: m["source"]["files"].pop(0), "lists no hash of the source's model.safetensors"),
+        (lambda m: m.update(packed=[]), "packed"),
+        (lambda m: m["dropped"].update(x=["a"]), "dropped"),
+        (lambda m: m["totals"].update(output_bytes=1), "totals.output_bytes"),
+        (lambda m: m["totals"].pop("copied_tensors"), "totals.copied_tensors"),
+        (lambda m: m.update(totals=3), "cannot be read"),
+        (lambda m: m["files"].append({"name": "n" * 5000, "bytes": 1, "sha256": "x"}), "missing"),
+    ],
+)
+def test_records_that_source_and_options_contradict(pair, change, word):
+    forged(pair, change)
+    _, findings = run(pair)
+    assert any(word in str(finding) for finding in findings)
+
+
+def test_a_name_on_the_hub_is_not_proven_by_bytes(pair):
+    forged(pair, lambda m: m["source"].update(id="google/gemma-4-31B"))
+    proof, findings = run(pair)
+    assert not findings
+    assert proof.unproven == ("that these source files are google/gemma-4-31B on the Hub",)
