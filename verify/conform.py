@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 DECODED_ROWS = 16
 """Rows decoded at either end of each packed tensor; the rule is the same for all others."""
+
+_NESTED = re.compile(r"\([^()]*[*+}][^()]*\)\s*[*+{]")
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,11 @@ def _match(build: Build, scheme: Scheme, modules: Modules) -> Iterator[Finding]:
     from compressed_tensors.utils.match import is_match
 
     kinds = (torch.nn.Linear, torch.nn.Embedding)
+    # A repeated group that repeats inside can take Python's matcher for ever; no build needs one.
+    if endless := [p for p in (*scheme.targets, *scheme.ignore) if _NESTED.search(p)]:
+        what = f"holds repetitions inside repetitions: {listed(p[:80] for p in endless)}"
+        yield error("config-match", f"{CONFIG}: {KEY}", what, "write exact module names")
+        return
     try:
         chosen = {
             name

@@ -368,3 +368,11 @@ def test_a_text_only_build_conforms(tmp_path):
     assert errors == set()
     assert any("Gemma4ForCausalLM" in check for check in report.checks)
     assert "torch" in sys.modules
+
+
+def test_a_pattern_that_would_never_end_is_refused(edited):
+    def add(config):
+        config["quantization_config"]["ignore"].append("re:(.*_?.*)*(.+)+!$")
+
+    report = verify(resolve_source(edited("float32", config=add)), None, Options())
+    assert "config-match" in {finding.code for finding in report.findings}
