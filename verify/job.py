@@ -12,6 +12,7 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
+from ..repack.job import ignore_progress
 from ..repack.layout import Layout, read_layout, refuse_packed
 from .build import Build, open_build
 from .copied import (
@@ -72,10 +73,6 @@ def open_reference(source: Source) -> Reference:
     layout = read_layout(Checkpoint.open(source.folder))
     refuse_packed(layout)
     return Reference(source, layout)
-
-
-def ignore_progress(_: int) -> None:
-    """The progress of a caller who does not ask for it."""
 
 
 def verify(
