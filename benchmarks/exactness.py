@@ -24,7 +24,8 @@ import synthesize
 
 from qatpack.checkpoint.folder import Checkpoint
 from qatpack.checkpoint.reader import TensorReader
-from qatpack.cli.text import share, table
+from qatpack.checkpoint.units import share
+from qatpack.cli.text import table
 from qatpack.repack.grid import Grid, Status, recover
 from qatpack.repack.layout import read_layout
 from qatpack.repack.plan import Options, make_plan

@@ -35,7 +35,8 @@ from synthesize import synthesize
 
 from qatpack.checkpoint.folder import Checkpoint
 from qatpack.checkpoint.reader import TensorReader
-from qatpack.cli.text import share, table
+from qatpack.checkpoint.units import share
+from qatpack.cli.text import table
 from qatpack.repack.packing import decode
 
 ROWS = 2048

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import CheckpointError, OutputError
+from .errors import CheckpointError
 from .header import DTYPE_BITS, TensorInfo, tensor_bytes
+from .output import sync_folder
 
 # Between files that share an alignment of pages, copy_file_range moves whole pages: five times
 # the speed of the unaligned case.
@@ -318,44 +319,6 @@ def _copy_plain(source: int, start: int, target: int, position: int, count: int)
     return len(data)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file whole: temporary name, fsync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write `value` as indented JSON with a final newline, as `write_file` does."""
-    write_file(path, (json_text(value) + "\n").encode())
-
-
-def json_text(value: object) -> str:
-    """Indented JSON, in ASCII escapes where a name is no valid Unicode."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value, indent=2)
-    return text
-
-
 def shard_index(layouts: Sequence[ShardLayout]) -> dict[str, object]:
     """The `model.safetensors.index.json` of these shards: names sorted, true `total_size`."""
     weight_map = {s.name: layout.file_name for layout in layouts for s in layout.specs}
@@ -364,43 +327,3 @@ def shard_index(layouts: Sequence[ShardLayout]) -> dict[str, object]:
         "metadata": {"total_size": total},
         "weight_map": dict(sorted(weight_map.items())),
     }
-
-
-def check_output(out: Path, source: Path) -> Path:
-    """The working folder `<out>.partial` for `out`, after checking that both can be made.
-
-    Raises `OutputError`: one of them is the source (also through a link), holds it or lies inside
-    it; `out` exists and is not an empty folder, or is a mount point; `<out>.partial` is no folder;
-    their parent cannot be written.
-    """
-    try:
-        resolved, origin = out.resolve(), source.resolve()
-    except (OSError, RuntimeError) as error:
-        raise OutputError(f"{out}: cannot be resolved ({error}); choose another output.") from error
-    if not out.name or resolved == Path.cwd():
-        raise OutputError(f"{str(out)!r}: is the current folder; name a new one.")
-    working = resolved.with_name(resolved.name + ".partial")
-    if working.is_symlink() or (working.exists() and not working.is_dir()):
-        raise OutputError(f"{working}: is needed for the work and is no folder; remove it.")
-    for folder in (resolved, working):
-        if folder == origin or origin in folder.parents or folder in origin.parents:
-            raise OutputError(
-                f"{folder}: is, holds or lies inside the source {source}; choose another output."
-            )
-    if out.is_symlink() and not out.exists():
-        raise OutputError(f"{out}: is a link to nothing; name a new folder.")
-    if resolved.exists():
-        if not resolved.is_dir():
-            raise OutputError(f"{out}: is a file; name a new folder.")
-        if any(resolved.iterdir()):
-            raise OutputError(f"{out}: is not empty; name a new folder or empty this one.")
-        if resolved.is_mount():
-            raise OutputError(f"{out}: is a mount point; name a new folder inside it.")
-    _check_parent(resolved.parent)
-    return working
-
-
-def _check_parent(parent: Path) -> None:
-    nearest = next(p for p in (parent, *parent.parents) if p.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise OutputError(f"{parent}: cannot be written to; choose a folder that you may write.")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.units import size
 from .progress import byte_bar
-from .text import print_json, size
+from .text import print_json
 
 if TYPE_CHECKING:
     from ..evaluate.gemma4.generate import Chunk

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..checkpoint.units import share, size
 from .progress import byte_bar
 from .repack import start_jax_on_cpu
-from .text import print_json, share, size, table, warn
+from .text import print_json, table, warn
 
 if TYPE_CHECKING:
     from ..repack.inspect import Reading

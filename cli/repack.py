@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ..checkpoint.units import share, size
 from .progress import byte_bar
-from .text import print_json, share, size, table, warn
+from .text import print_json, table, warn
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
@@ -134,8 +135,8 @@ def repack(
       qatpack repack google/gemma-4-E2B-it-qat-q4_0-unquantized gemma-4-E2B-it-w4a16 --dry-run
     """
     start_jax_on_cpu()
+    from ..checkpoint.output import check_output
     from ..checkpoint.source import resolve_source
-    from ..checkpoint.writer import check_output
     from ..repack import job
     from ..repack.plan import Options
 

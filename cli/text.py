@@ -8,24 +8,6 @@ from typing import Any
 import click
 
 
-def size(nbytes: float) -> str:
-    """Bytes in decimal units: 950 B, 12.3 kB, 4.56 MB, 10.21 GB."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.2f} GB"
-
-
-def share(part: float, whole: float) -> str:
-    """A percentage that says 100 % only where it is; "-" of nothing."""
-    if not whole:
-        return "-"
-    if part == whole:
-        return "100 %"
-    return f"{min(99.999, 100 * part / whole):.3f} %"
-
-
 def table(rows: Sequence[Sequence[object]], *, header: bool = True) -> str:
     """Rows as aligned columns: the first to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
@@ -44,7 +26,7 @@ def table(rows: Sequence[Sequence[object]], *, header: bool = True) -> str:
 
 def print_json(value: Any) -> None:
     """JSON on stdout, and nothing else."""
-    from ..checkpoint.writer import json_text
+    from ..checkpoint.output import json_text
 
     click.echo(json_text(value))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import regular_size
+from ..checkpoint.units import share
 from .sidecars import CARD_NAME, ORIGINAL_CARD_NAME
 
 _KEPT = ("license", "license_name", "license_link", "pipeline_tag", "library_name", "language")
@@ -65,7 +66,7 @@ def _title(name: str) -> str:
 def _body(manifest: Mapping[str, Any], name: str, has_card: bool) -> str:
     totals, options = manifest["totals"], manifest["options"]
     commit = f" at commit `{manifest['source']['commit']}`" if manifest["source"]["commit"] else ""
-    identical = totals["identical"] / totals["values"] if totals["values"] else 1.0
+    identical = share(totals["identical"], totals["values"])
     original = f" Its card is [`{ORIGINAL_CARD_NAME}`]({ORIGINAL_CARD_NAME})." if has_card else ""
     return f"""\
 The trained 4-bit grid of {name}{commit}, recovered group by group and packed for
@@ -77,7 +78,7 @@ and steps were recovered from the values and proven by decoding them back.{origi
 | packed tensors | {totals["packed_tensors"]:,} ({totals["packed_modules"]:,} modules) |
 | groups of 32 certified | {totals["certified"] + totals["zero"]:,} of {totals["groups"]:,} |
 | stored scales | {options["scale_dtype"]} |
-| values identical to the reference | {identical:.4%} (decode: `{manifest["decode"]}`) |
+| values identical to the reference | {identical} (decode: `{manifest["decode"]}`) |
 | copied unchanged | {totals["copied_tensors"]:,} tensors, {totals["copied_bytes"]:,} bytes |
 | dropped | {totals["dropped_tensors"]:,} tensors, {totals["dropped_bytes"]:,} bytes |
 | size | {totals["output_bytes"]:,} bytes of tensors (source: {totals["source_bytes"]:,}) |

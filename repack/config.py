@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
-from .layout import GROUP_SIZE, ties_head
+from .layout import ties_head
+from .packing import GROUP
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 PLE_TARGET = "re:.*embed_tokens_per_layer$"
@@ -42,7 +43,7 @@ def _group(target: str) -> dict[str, Any]:
         "weights": {
             "actorder": None,
             "dynamic": False,
-            "group_size": GROUP_SIZE,
+            "group_size": GROUP,
             "num_bits": 4,
             "strategy": "group",
             "symmetric": True,

@@ -11,8 +11,9 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import INDEX_NAME, Checkpoint
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.manifest import MANIFEST_NAME, FileRecord
+from ..checkpoint.output import sync_folder, write_file, write_json
 from ..checkpoint.source import Source
-from ..checkpoint.writer import ShardLayout, shard_index, sync_folder, write_file, write_json
+from ..checkpoint.writer import ShardLayout, shard_index
 from .card import card
 from .config import output_config
 from .grid import Counts

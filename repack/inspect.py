@@ -14,7 +14,8 @@ from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from .config import QUANTIZATION_KEYS
 from .grid import BLOCK_GROUPS, Counts, dispatch, share_certified
-from .layout import GROUP_SIZE, Layout, Role, read_layout, ties_head
+from .layout import Layout, Role, read_layout, ties_head
+from .packing import GROUP
 from .plan import Options, PackedModule, make_plan, same_bytes, unpackable
 from .stream import Progress, blocks
 
@@ -105,7 +106,7 @@ def _rows(tensor: TensorInfo, reader: TensorReader, count: int) -> np.ndarray:
 
 
 def _count(rows: np.ndarray) -> Counts:
-    groups = rows.reshape(-1, GROUP_SIZE)
+    groups = rows.reshape(-1, GROUP)
     total = Counts()
     for start in range(0, len(groups), BLOCK_GROUPS):
         total += dispatch(groups[start : start + BLOCK_GROUPS], "bfloat16").result().counts
@@ -113,9 +114,9 @@ def _count(rows: np.ndarray) -> Counts:
 
 
 def _other_axis(probe: np.ndarray) -> float | None:
-    if len(probe) < GROUP_SIZE:
+    if len(probe) < GROUP:
         return None
-    return share_certified(np.ascontiguousarray(probe[:GROUP_SIZE].T), GROUP_SIZE)
+    return share_certified(np.ascontiguousarray(probe[:GROUP].T), GROUP)
 
 
 def read_grids(

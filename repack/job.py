@@ -13,9 +13,10 @@ from typing import Any
 from ..checkpoint.errors import CheckpointError, OutputError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.hashing import BackgroundHasher
+from ..checkpoint.output import check_output, sync_folder
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
-from ..checkpoint.writer import check_output, plan_shards, sync_folder
+from ..checkpoint.writer import plan_shards
 from .card import source_card
 from .finish import finish_folder, plan_config
 from .journal import Journal, fingerprint, source_state

@@ -16,7 +16,8 @@ from typing import Any
 from ..checkpoint.errors import CheckpointError, OutputError
 from ..checkpoint.folder import read_json
 from ..checkpoint.hashing import hash_file
-from ..checkpoint.writer import ShardLayout, write_json
+from ..checkpoint.output import write_json
+from ..checkpoint.writer import ShardLayout
 from .grid import Counts
 from .plan import Plan
 

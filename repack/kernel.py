@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .packing import GROUP
+
 
 class Status(enum.IntEnum):
     """What the proof found in one group; stored as uint8."""
@@ -35,9 +37,6 @@ class Status(enum.IntEnum):
     NON_FINITE = 4
     """A NaN or an infinity."""
 
-
-GROUP = 32
-"""Values in a group, along the last axis."""
 
 TINY = len(Status)
 """Status of groups left to `qatpack.repack.tiny`: XLA on a CPU flushes denormals to zero."""

@@ -13,8 +13,6 @@ from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.naming import text_prefix
 
-GROUP_SIZE = 32
-
 _PACKED_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")
 _TOWER = re.compile(r"(^|_)(vision|audio|image|video|multi_modal)")
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")

@@ -15,6 +15,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 SCALE_DTYPES = {"bfloat16": BF16, "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 """The dtypes a stored scale may have, by safetensors' long name."""
 
+GROUP = 32
+"""Values in a group, along the last axis."""
+
 PER_WORD = 8
 
 

@@ -12,7 +12,6 @@ from ..checkpoint.naming import TEXT_PREFIXES
 from ..checkpoint.reader import TensorReader, aligned_empty
 from ..checkpoint.writer import TensorSpec
 from .layout import (
-    GROUP_SIZE,
     Layout,
     Role,
     dense_linears,
@@ -20,6 +19,7 @@ from .layout import (
     refuse_packed,
     ties_head,
 )
+from .packing import GROUP
 
 ScaleDtype = Literal["bfloat16", "float16", "float32"]
 STORED_DTYPES: Mapping[ScaleDtype, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -83,7 +83,7 @@ class PackedModule:
     @property
     def groups(self) -> int:
         """Groups of 32 along the input dim."""
-        return self.rows * self.columns // GROUP_SIZE
+        return self.rows * self.columns // GROUP
 
     def specs(self, scale_dtype: ScaleDtype) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
         """Shape, packed and scale tensors as they will stand in the output."""
@@ -93,7 +93,7 @@ class PackedModule:
             TensorSpec(
                 f"{self.module}.weight_scale",
                 STORED_DTYPES[scale_dtype],
-                (self.rows, self.columns // GROUP_SIZE),
+                (self.rows, self.columns // GROUP),
             ),
         )
 
@@ -237,8 +237,8 @@ def unpackable(tensor: TensorInfo) -> str | None:
     """Why a linear cannot be packed whatever its values are, or None."""
     if tensor.dtype != "BF16":
         return f"dtype {tensor.dtype}: the grid can only be proven in BF16"
-    if tensor.columns % GROUP_SIZE:
-        return f"input dim {tensor.columns} is no multiple of {GROUP_SIZE}"
+    if tensor.columns % GROUP:
+        return f"input dim {tensor.columns} is no multiple of {GROUP}"
     if tensor.nbytes == 0:
         return "empty"
     if tensor.name.removesuffix(".weight").endswith("gate_up_proj") and tensor.shape[-2] % 2:

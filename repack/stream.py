@@ -11,10 +11,10 @@ from ..checkpoint.errors import GridError
 from ..checkpoint.reader import TensorReader, aligned_empty
 from ..checkpoint.writer import ShardLayout, ShardWriter
 from .grid import BLOCK_GROUPS, BlockResult, Counts, Pending, Status, describe_group, dispatch
-from .layout import GROUP_SIZE
+from .packing import GROUP
 from .plan import PackedModule, ScaleDtype
 
-GROUP_BYTES = 2 * GROUP_SIZE
+GROUP_BYTES = 2 * GROUP
 
 Progress = Callable[[int], object]
 
@@ -42,7 +42,7 @@ def blocks(
         count = min(BLOCK_GROUPS, module.groups - first)
         buffer = buffers[number % 2][: count * GROUP_BYTES]
         reader.read_into(module.source, base + first * GROUP_BYTES, buffer)
-        bits = buffer.view(np.uint16).reshape(count, GROUP_SIZE)
+        bits = buffer.view(np.uint16).reshape(count, GROUP)
         pending = dispatch(bits, scale_dtype)
         if waiting is not None:
             yield ModuleBlock(waiting[0], waiting[1], waiting[2].result())
@@ -68,7 +68,7 @@ def pack_module(
     for block in blocks(module, reader, scale_dtype):
         if fault := first_fault(module, block):
             raise GridError(f"{module.source.file}: {module.source.name} {fault}; {ADVICE}.")
-        writer.write(packed, block.first * GROUP_SIZE // 2, block.result.packed)
+        writer.write(packed, block.first * GROUP // 2, block.result.packed)
         writer.write(scale, block.first * block.result.scale.itemsize, block.result.scale)
         total += block.result.counts
         progress(block.bits.nbytes)
@@ -93,8 +93,8 @@ def first_fault(module: PackedModule, block: ModuleBlock) -> str | None:
         return None
     infinite = block.result.status == Status.NON_FINITE
     index = int(infinite.argmax() if infinite.any() else good.argmin())
-    row, group = divmod(block.first + index, module.columns // GROUP_SIZE)
-    columns = f"{group * GROUP_SIZE} to {(group + 1) * GROUP_SIZE - 1}"
+    row, group = divmod(block.first + index, module.columns // GROUP)
+    columns = f"{group * GROUP} to {(group + 1) * GROUP - 1}"
     fault = (
         f"row {module.row + row}, group {group} (columns {columns}): "
         f"{describe_group(block.bits[index])}"

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.output import write_json
 from ..checkpoint.source import Source
-from ..checkpoint.writer import write_json
 from .copied import Copied, Head
 from .fidelity import Fidelity
 from .findings import Finding, Severity

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ..checkpoint.units import share
 from .findings import Severity
 from .report import DECODE, Report
 from .tally import BETWEEN, Tally
-from .verdict import part, percent
+from .verdict import percent
 
 Row = tuple[str, ...]
 
 _FIGURES: tuple[tuple[str, Callable[[Tally], str]], ...] = (
     ("relative error", lambda t: percent(t.relative_error)),
     ("  largest of a value", lambda t: percent(t.largest)),
-    ("values identical", lambda t: part(t.identical, t.values)),
-    ("  before rounding to bf16", lambda t: part(t.unrounded, t.values)),
-    ("  scales cast to bf16", lambda t: part(t.cast, t.values)),
+    ("values identical", lambda t: share(t.identical, t.values)),
+    ("  before rounding to bf16", lambda t: share(t.unrounded, t.values)),
+    ("  scales cast to bf16", lambda t: share(t.cast, t.values)),
     ("groups", lambda t: f"{t.groups:,}"),
-    ("  levels as trained", lambda t: part(t.compared - t.levels_differ, t.compared)),
-    ("  step = max/7.5", lambda t: part(t.max_7_5, t.nonzero_groups)),
-    ("  peak on a level", lambda t: part(t.on_level, t.nonzero_groups)),
+    ("  levels as trained", lambda t: share(t.compared - t.levels_differ, t.compared)),
+    ("  step = max/7.5", lambda t: share(t.max_7_5, t.nonzero_groups)),
+    ("  peak on a level", lambda t: share(t.on_level, t.nonzero_groups)),
     ("  peaks on 8 / 7 / lower", lambda t: _peaks(t)),
 )
 
@@ -58,14 +59,12 @@ def kinds_by_build(reports: Sequence[Report]) -> list[Row]:
     present = dict.fromkeys(kind for found in kinds for kind in found)
     rows: list[Row] = [("error, identical", *(r.name for r in reports))]
     for kind in present:
-        cells = (
-            f"{percent(k[kind][1].relative_error)}, {part(k[kind][1].identical, k[kind][1].values)}"
-            if kind in k
-            else "-"
-            for k in kinds
-        )
-        rows.append((kind.value, *cells))
+        rows.append((kind.value, *(_short(k[kind][1]) if kind in k else "-" for k in kinds)))
     return rows
+
+
+def _short(tally: Tally) -> str:
+    return f"{percent(tally.relative_error)}, {share(tally.identical, tally.values)}"
 
 
 def _kind_row(label: str, count: int, tally: Tally) -> Row:
@@ -74,10 +73,10 @@ def _kind_row(label: str, count: int, tally: Tally) -> Row:
         f"{count:,}",
         f"{tally.groups:,}",
         percent(tally.relative_error),
-        part(tally.identical, tally.values),
-        part(tally.compared - tally.levels_differ, tally.compared),
-        part(tally.max_7_5, tally.nonzero_groups),
-        part(tally.on_level, tally.nonzero_groups),
+        share(tally.identical, tally.values),
+        share(tally.compared - tally.levels_differ, tally.compared),
+        share(tally.max_7_5, tally.nonzero_groups),
+        share(tally.on_level, tally.nonzero_groups),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ..checkpoint.units import share
 from .copied import Copied
 from .fidelity import Fidelity
 from .findings import Finding, Severity
@@ -118,10 +119,10 @@ def _rerounded(total: Tally, tensors: Sequence[Fidelity]) -> str | None:
     error = f"relative error {percent(total.relative_error)}"
     reference = total.compared + total.uncertified
     if total.max_7_5 * 2 > total.nonzero_groups:
-        shared = part(total.max_7_5, total.nonzero_groups)
+        shared = share(total.max_7_5, total.nonzero_groups)
         return f"re-rounded: steps are max/7.5 in {shared} of groups, {error}"
     if total.uncertified > FEW * reference:
-        shared = part(total.uncertified, reference)
+        shared = share(total.uncertified, reference)
         return f"re-rounded: {shared} of the reference's groups are on no 4-bit grid, {error}"
     if (total.relative_error or 0) > UNLIKE:
         return None
@@ -129,7 +130,7 @@ def _rerounded(total: Tally, tensors: Sequence[Fidelity]) -> str | None:
         of = f"{len(regrouped)} of {len(tensors)} packed tensors"
         return f"re-rounded: {of} have other groups than the trained ones of 32, {error}"
     if total.wrong > FEW * total.compared:
-        shared = part(total.wrong, total.compared)
+        shared = share(total.wrong, total.compared)
         what = f"levels or steps are not the trained ones in {shared} of groups"
         return f"re-rounded: {what}, {error}"
     return None
@@ -160,21 +161,12 @@ def _good(total: Tally, tensors: Sequence[Fidelity], where: str) -> Judgement:
         text = f"exact: every group certified, 100 % identical{where}{zeros}"
         return Judgement(Verdict.EXACT, text)
     dtypes = " and ".join(sorted({t.scale_dtype for t in tensors}))
-    shared = part(total.identical, total.values)
+    shared = share(total.identical, total.values)
     levels = "levels all exact"
     if total.uncertified:
         levels = f"levels exact but for {total.uncertified:,} groups that are on no grid"
     text = f"the trained grid at {dtypes} steps: {levels}, {shared} identical{where}"
     return Judgement(Verdict.TRAINED, text)
-
-
-def part(count: int, whole: int) -> str:
-    """A share in percent that says 100 or 0 only where it is; "-" of nothing."""
-    if not whole:
-        return "-"
-    if count in (0, whole):
-        return "100 %" if count else "0 %"
-    return f"{min(99.999, max(0.001, 100 * count / whole)):.3f} %"
 
 
 def percent(value: float | None) -> str:

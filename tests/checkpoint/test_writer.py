@@ -14,19 +14,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from qatpack.checkpoint import writer as module
-from qatpack.checkpoint.errors import CheckpointError, OutputError
+from qatpack.checkpoint.errors import CheckpointError
 from qatpack.checkpoint.folder import Checkpoint
 from qatpack.checkpoint.header import read_header
 from qatpack.checkpoint.reader import NUMPY_DTYPES, TensorReader
-from qatpack.checkpoint.writer import (
-    PAGE,
-    ShardWriter,
-    TensorSpec,
-    check_output,
-    plan_shards,
-    shard_index,
-    write_file,
-)
+from qatpack.checkpoint.writer import PAGE, ShardWriter, TensorSpec, plan_shards, shard_index
 
 DTYPES = ("BF16", "F16", "F32", "I32", "I64", "U8", "F64")
 
@@ -232,57 +224,6 @@ def test_same_input_same_bytes(tmp_path):
     assert (tmp_path / "x/model.safetensors").read_bytes() == (
         tmp_path / "y/model.safetensors"
     ).read_bytes()
-
-
-def test_write_file_keeps_the_old_one_on_failure(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    write_file(path, b"old")
-
-    def fail(_):
-        raise OSError(errno.EIO, "I/O error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="I/O error"):
-        write_file(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_output_may_be_new_or_empty(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    assert check_output(tmp_path / "out", source) == (tmp_path / "out.partial").resolve()
-    (tmp_path / "out").mkdir()
-    assert check_output(tmp_path / "out", source).name == "out.partial"
-    assert check_output(tmp_path / "a" / "b", source).name == "b.partial"
-
-
-def test_output_that_is_refused(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (tmp_path / "link").symlink_to(source)
-    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("x")
-    for out, word in {
-        source: "source",
-        tmp_path / "link": "source",
-        source / "inside": "source",
-        tmp_path: "source",
-        tmp_path / "file": "is a file",
-        tmp_path / "full": "not empty",
-        tmp_path / "dangling": "link to nothing",
-        tmp_path / "file" / "x": "cannot be written",
-    }.items():
-        with pytest.raises(OutputError, match=word):
-            check_output(out, source)
-
-
-def test_parent_without_write_permission(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(OutputError, match="cannot be written"):
-        check_output(tmp_path / "out", tmp_path / "elsewhere")
 
 
 COPY_SCRIPT = """

@@ -10,7 +10,7 @@ import tiny
 from click.testing import CliRunner
 
 from qatpack.cli import main
-from qatpack.cli.text import share, size, table
+from qatpack.cli.text import table
 
 PART = f"{tiny.TEXT}layers.1.mlp.up_proj.weight"
 
@@ -311,28 +311,6 @@ def test_what_is_imported_when(statement, absent):
     )
     loaded = set(done.stdout.replace("'", "").strip("[]\n").split(", "))
     assert not loaded & absent
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1234, "1.23 kB"),
-        (4_810_620, "4.81 MB"),
-        (10_208_852_878, "10.21 GB"),
-        (61_000_000_000_000, "61,000.00 GB"),
-    ],
-)
-def test_sizes(nbytes, text):
-    assert size(nbytes) == text
-
-
-def test_a_share_says_all_only_of_all():
-    assert share(3, 3) == "100 %"
-    assert share(999_999_999, 1_000_000_000) == "99.999 %"
-    assert share(1, 3) == "33.333 %"
-    assert share(0, 0) == "-"
 
 
 def test_table():
