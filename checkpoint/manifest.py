@@ -11,6 +11,7 @@ from .errors import CheckpointError
 from .folder import read_json
 
 MANIFEST_NAME = "repack_report.json"
+MANIFEST_FORMAT = "qatpack.repack/1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..card.build import read_build
+from ..card.files import CARD_NAME
+from ..card.metadata import source_card
+from ..card.page import PLACEHOLDER, card_text
+from ..card.results import Results
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import INDEX_NAME, Checkpoint
 from ..checkpoint.hashing import hash_file
-from ..checkpoint.manifest import MANIFEST_NAME, FileRecord
+from ..checkpoint.manifest import MANIFEST_FORMAT, MANIFEST_NAME, FileRecord
 from ..checkpoint.output import sync_folder, write_file, write_json
 from ..checkpoint.source import Source
 from ..checkpoint.writer import ShardLayout, shard_index
-from .card import card
 from .config import output_config
 from .grid import Counts
 from .journal import JOURNAL_NAME
 from .layout import dense_linears, is_packed, read_layout
 from .plan import Plan
-from .sidecars import CARD_NAME, copy_sidecars
-
-MANIFEST_FORMAT = "qatpack.repack/1"
+from .sidecars import copy_sidecars
 
 
 def finish_folder(
@@ -47,14 +49,23 @@ def finish_folder(
     write_json(working / "config.json", plan_config(plan))
     check_folder(plan, working)
     manifest = _manifest(source, plan, counts, [*sources, *_settings(source.folder), *copied])
-    write_file(working / CARD_NAME, card(manifest, source.folder).encode())
     known = {record.name: record for record in shards}
-    manifest["files"] = [
-        (known.get(name) or _record(working, name)).to_json() for name in _file_names(working)
-    ]
+    names = [name for name in _file_names(working) if name != CARD_NAME]
+    records = [known.get(name) or _record(working, name) for name in names]
+    manifest["files"] = [record.to_json() for record in records]
+    card = _card(manifest, source.folder)
+    write_file(working / CARD_NAME, card.encode())
+    records = sorted([*records, _record(working, CARD_NAME)], key=lambda record: record.name)
+    manifest["files"] = [record.to_json() for record in records]
     write_json(working / MANIFEST_NAME, manifest)
     sync_folder(working)
     return manifest
+
+
+def _card(manifest: Mapping[str, Any], folder: Path) -> str:
+    """The first card, before anything was measured later; `qatpack card` writes the others."""
+    source = source_card(folder / CARD_NAME)
+    return card_text(Results(read_build(manifest)), source, repo=PLACEHOLDER)
 
 
 def plan_config(plan: Plan) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..card.files import CARD_NAME
+from ..card.metadata import source_card
 from ..checkpoint.errors import CheckpointError, OutputError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.hashing import BackgroundHasher
@@ -17,7 +19,6 @@ from ..checkpoint.output import check_output, sync_folder
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from ..checkpoint.writer import plan_shards
-from .card import source_card
 from .finish import finish_folder, plan_config
 from .journal import Journal, fingerprint, source_state
 from .layout import read_layout
@@ -48,7 +49,7 @@ def plan_repack(source: Source, options: Options, *, progress: Progress = ignore
     layout = read_layout(checkpoint)
     plan = make_plan(layout, options)
     # Now rather than after an hour of packing: the settings that the folder will end with.
-    source_card(source.folder)
+    source_card(source.folder / CARD_NAME)
     plan_config(plan)
     if not options.keep_off_grid:
         return plan

@@ -6,12 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+from ..card.files import CARD_NAME, ORIGINAL_CARD_NAME
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.manifest import FileRecord
 from ..checkpoint.sidecars import TEMPLATES, is_sidecar
-
-CARD_NAME = "README.md"
-ORIGINAL_CARD_NAME = "ORIGINAL_README.md"
 
 
 def sidecar_names(folder: Path, *, text_only: bool = False) -> dict[str, str]:

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.hashing import hash_file
+from ..checkpoint.manifest import MANIFEST_NAME
 from ..checkpoint.output import write_json
 from ..checkpoint.source import Source
 from .copied import Copied, Head
@@ -88,7 +90,10 @@ class Report:
         return {
             "format": FORMAT,
             "tool": {"name": "qatpack", "version": version("qatpack")},
-            "build": _origin(self.build, self.name),
+            "build": {
+                **_origin(self.build, self.name),
+                "manifest_sha256": _manifest_hash(self.build.folder),
+            },
             "reference": self.reference and _origin(self.reference, self.reference.folder.name),
             "verdict": self.judgement.to_json(),
             "passed": self.passed,
@@ -114,6 +119,12 @@ class Report:
 def _origin(source: Source, name: str) -> dict[str, str | None]:
     """Never the local path: the report travels with the build."""
     return {"name": name, "id": source.id, "commit": source.commit}
+
+
+def _manifest_hash(folder: Path) -> str | None:
+    """What ties the report to the build it was made of; None for a build without a manifest."""
+    path = folder / MANIFEST_NAME
+    return hash_file(path) if path.is_file() else None
 
 
 def write_report(report: Report, folder: Path) -> Path:
