@@ -28,3 +28,7 @@ class GridError(QatpackError):
 
 class ModelError(QatpackError):
     """A model that the decoder cannot run: unknown type, unsupported option, tensors missing."""
+
+
+class PushError(QatpackError):
+    """The Hub refuses a push, cannot be reached, or holds something else than was sent."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .errors import SourceError
 from .folder import INDEX_NAME
+from .hub import TOKEN, class_names, status_code
 from .sidecars import is_sidecar
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-TOKEN = re.compile(r"hf_\w{8,}")
 
 NOT_CACHED = "{id} at {revision} is not complete in the local cache {cache}"
 
@@ -76,10 +76,7 @@ MESSAGES = {
         " folder on another disk"
     ),
 }
-"""From an exception's class, or one of its bases, and HTTP status to the sentence users read.
-
-By name, because huggingface_hub 1.x raises httpx's classes and 2.x httpx2's.
-"""
+"""From an exception's class, or one of its bases, and HTTP status to the sentence users read."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def _from_hub(name: str, revision: str) -> Source:
             cached = _from_cache(name, revision) if _is_no_answer(error) else None
             if cached is None:
                 raise
-            if "OfflineModeIsEnabled" not in _names(error):
+            if "OfflineModeIsEnabled" not in class_names(error):
                 warnings.warn(
                     f"the Hub does not answer: using {name} as cached, commit {cached.commit}",
                     stacklevel=3,
@@ -319,18 +316,10 @@ def _is_kept(name: str) -> bool:
     return _is_weights(name) or is_sidecar(name)
 
 
-def _names(error: BaseException) -> list[str]:
-    return [cls.__name__ for cls in type(error).__mro__]
-
-
-def _status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
 def _is_no_answer(error: Exception) -> bool:
     """Whether the Hub was not heard or is down: only then may the cache answer in its place."""
-    unheard = not {"OfflineModeIsEnabled", "TransportError"}.isdisjoint(_names(error))
-    return unheard or (_status(error) or 0) >= 500
+    unheard = not {"OfflineModeIsEnabled", "TransportError"}.isdisjoint(class_names(error))
+    return unheard or (status_code(error) or 0) >= 500
 
 
 @contextmanager
@@ -343,7 +332,9 @@ def _explained(name: str, revision: str) -> Iterator[None]:
     except Exception as error:
         cause = error
         # "Not in the cache" is how huggingface_hub wraps what went wrong on the way to the Hub.
-        if "LocalEntryNotFoundError" in _names(error) and isinstance(error.__cause__, Exception):
+        if "LocalEntryNotFoundError" in class_names(error) and isinstance(
+            error.__cause__, Exception
+        ):
             cause = error.__cause__
         message = _message(cause, name, revision)
         if message is None:
@@ -354,8 +345,8 @@ def _explained(name: str, revision: str) -> Iterator[None]:
 def _message(error: Exception, name: str, revision: str) -> str | None:
     from huggingface_hub import constants
 
-    status = _status(error)
-    keys = [key for cls in _names(error) for key in (f"{cls} {status}", cls)]
+    status = status_code(error)
+    keys = [key for cls in class_names(error) for key in (f"{cls} {status}", cls)]
     message = next((MESSAGES[key] for key in keys if key in MESSAGES), None)
     return message and message.format(
         id=name,

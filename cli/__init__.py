@@ -7,9 +7,12 @@ import warnings
 import click
 
 from ..checkpoint.errors import QatpackError
+from ..checkpoint.hub import scrub
+from .card import card
 from .demo import demo
 from .generate import generate
 from .inspect import inspect
+from .push import push
 from .repack import repack
 from .text import one_line, warn
 from .verify import verify
@@ -25,23 +28,30 @@ class _Commands(click.Group):
                 return super().invoke(ctx)
         except QatpackError as error:
             if ctx.params["debug"]:
+                scrub(error)
                 raise
             raise click.ClickException(one_line(str(error))) from error
         except KeyboardInterrupt:
-            raise click.ClickException("interrupted; a repack can go on with --resume.") from None
+            raise click.ClickException(
+                "interrupted; a repack goes on with --resume, a push when it is run again."
+            ) from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
         except OSError as error:
             if ctx.params["debug"]:
+                scrub(error)
                 raise
             where = f"{error.filename}: " if error.filename else ""
             raise click.ClickException(one_line(f"{where}{error.strerror or error}.")) from error
         except Exception as error:
             if ctx.params["debug"]:
+                scrub(error)
                 raise
             raise click.ClickException(
-                f"unexpected {type(error).__name__}: {error}. This is a fault of qatpack: run "
-                "again with `qatpack --debug ...` and report what it prints."
+                one_line(
+                    f"unexpected {type(error).__name__}: {error}. This is a fault of qatpack: "
+                )
+                + "run again with `qatpack --debug ...` and report what it prints."
             ) from error
 
 
@@ -60,5 +70,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (demo, generate, inspect, repack, verify):
+for _command in (card, demo, generate, inspect, push, repack, verify):
     main.add_command(_command)

@@ -45,7 +45,8 @@ class _Size(click.ParamType):
         return nbytes
 
 
-def _hub_id(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+def hub_id(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """An option or argument that is `org/name`."""
     if value is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
         raise click.BadParameter(f"{value!r} is no Hub id; write org/name.")
     return value
@@ -102,7 +103,7 @@ def start_jax_on_cpu() -> None:
 @click.option(
     "--base-model",
     metavar="ORG/NAME",
-    callback=_hub_id,
+    callback=hub_id,
     help="Hub id of a local SRC, for the card and the manifest.",
 )
 @click.option("--resume", is_flag=True, help="Go on with OUT.partial of an interrupted run.")

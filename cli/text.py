@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from ..checkpoint.hub import redact
+
 
 def table(rows: Sequence[Sequence[object]], *, header: bool = True) -> str:
     """Rows as aligned columns: the first to the left, the others to the right."""
@@ -37,5 +39,7 @@ def warn(message: str) -> None:
 
 
 def one_line(message: str) -> str:
-    """A message as one line, control characters (of a hostile tensor name, say) escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    """A message as one line, tokens hidden, control characters (of a hostile name, say) escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in redact(message)
+    )
