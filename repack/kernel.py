@@ -145,14 +145,17 @@ def _level(magnitude, per_level):
     return lax.round(_float(magnitude) * per_level, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-def _ends(magnitude, per_level):
-    """Ends of the interval of steps that round back to one value, as int32 bits."""
-    inverse = F32(1) / _level(magnitude, per_level)
+def interval_ends(magnitude, level):
+    """Ends of the interval of steps that round back to one value from its level > 0, f32."""
+    inverse = F32(1) / level
     odd = (magnitude >> U32(16)) & U32(1)
     reach = U32(0x8000 + CLOSED) - odd * U32(4 * CLOSED)
-    lo = _float(magnitude - reach) * inverse
-    hi = _float(magnitude + reach) * inverse
-    return _bits(lo, I32), _bits(hi, I32)
+    return _float(magnitude - reach) * inverse, _float(magnitude + reach) * inverse
+
+
+def _ends(magnitude, per_level):
+    """The same as int32 bits, the level from the share of the peak."""
+    return tuple(_bits(x, I32) for x in interval_ends(magnitude, _level(magnitude, per_level)))
 
 
 def _interval(words, peak_bits, per_level):
@@ -188,6 +191,15 @@ def _neighbours(mid, scale_dtype):
 def _nearest(mid, pair):
     below, above = pair
     return jnp.where(above - mid < mid - below, above, below)
+
+
+def trained_step(lo, hi):
+    """The centre of an interval of steps, the step (the bfloat16 number nearest to it, or else
+    the centre itself), and whether it is that number; f32, f32 and bool[groups]."""
+    mid = lo + F32(0.5) * (hi - lo)
+    nearest = _nearest(mid, _neighbours(mid, "bfloat16"))
+    inside = (lo <= nearest) & (nearest <= hi)
+    return mid, jnp.where(inside, nearest, mid), inside
 
 
 def _half_bits(scale):
@@ -291,11 +303,8 @@ def recover_words(words, *, scale_dtype):
     per_level = level / peak_value
 
     lo, hi = _interval(words, peak_bits, per_level)
-    mid = lo + F32(0.5) * (hi - lo)
-    holds = lambda scale: (lo <= scale) & (scale <= hi)  # noqa: E731
-    nearest = _nearest(mid, _neighbours(mid, "bfloat16"))
+    mid, step, exact_bf16 = trained_step(lo, hi)
     half = _nearest(mid, _neighbours(mid, "float16"))
-    step = jnp.where(holds(nearest), nearest, mid)
 
     pair = None if scale_dtype == "float32" else _neighbours(mid, scale_dtype)
     score = _score(words, per_level, step, pair)
@@ -309,7 +318,8 @@ def recover_words(words, *, scale_dtype):
     status = _status(peak, score.decoded, is_8 & reaches_8, minus_8)
     zero, certified = status == U32(Status.ZERO), status == U32(Status.CERTIFIED)
     identical = jnp.where(zero, U32(GROUP), identical) - score.negative_zeros
-    flags = _flag(holds(nearest), EXACT_BF16) | _flag(holds(half), EXACT_F16) | _flag(tied, TIED)
+    exact_f16 = (lo <= half) & (half <= hi)
+    flags = _flag(exact_bf16, EXACT_BF16) | _flag(exact_f16, EXACT_F16) | _flag(tied, TIED)
     small = lambda x, where: jnp.where(where, x, U32(0)).astype(jnp.uint8)  # noqa: E731
     return Block(
         packed=_pack(words, per_level),

@@ -17,7 +17,11 @@ ONE_ULP = 0x10100
 be to max/7.5."""
 
 STEP_ULPS = 0x18000
-"""A trained step rounded twice to bf16 (max, then max/m) is off by at most one ulp, not by 1.5."""
+"""1.5 ulps of bfloat16 in float32 bits: a trained step rounded twice to bf16 (max, then max/m) is
+off by at most one ulp."""
+
+HALF_UNIT = 1.5 * 2.0**-24
+"""The same of a subnormal float16."""
 
 ON_LEVEL = 1 / 16
 """Of a level: a trained peak lies within 0.031 of a whole level of its bf16 step, one rounded to
@@ -62,12 +66,18 @@ def tally_numpy(
     same = decoded.view(np.uint16) == bits
     good_values = good[:, None] & np.isfinite(off)
     off = np.where(good_values, off, 0.0)
-    differ, far = _wrong(levels, step, certified) if certified else (~good & False,) * 2
+    zeros = (magnitude == 0) & (decoded.view(np.uint16) ^ bits == 0x8000)
+    whole = (same | zeros).all(1)
+    rounded = ~whole & (step.view(np.uint32) & 0x1FFF == 0) & (scale.dtype == np.float32)
+    differ = far = ~good & False
+    if certified is not None:
+        differ = _levels_differ(levels, step, certified)
+        far = step_off(step, levels, certified, scale.dtype) & ~differ & ~whole
     facts = _peak_facts(peak, step)
     tally = Tally(
         values=bits.size,
         identical=int(same.sum()),
-        negative_zeros=int(((magnitude == 0) & (decoded.view(np.uint16) ^ bits == 0x8000)).sum()),
+        negative_zeros=int(zeros.sum()),
         unrounded=int((product.view(np.uint32) == bits.astype(np.uint32) << 16).sum()),
         cast=int((cast.view(np.uint16) == bits).sum()),
         groups=len(bits),
@@ -80,6 +90,7 @@ def tally_numpy(
         reference_non_finite=int((peak >= 0x7F80).sum()),
         levels_differ=int(differ.sum()),
         step_off=int(far.sum()),
+        rounded_steps=int(rounded.sum()),
         error=float((off * off).sum()),
         norm=float((np.where(good_values, value, 0.0) ** 2).sum()),
         largest=_largest(off, value, magnitude, peak),
@@ -107,22 +118,35 @@ def _largest(off: np.ndarray, value: np.ndarray, magnitude: np.ndarray, peak: np
     return float(ratio.max(initial=0.0))
 
 
-def _wrong(
-    levels: np.ndarray, step: np.ndarray, certified: Certified
-) -> tuple[np.ndarray, np.ndarray]:
+def _levels_differ(levels: np.ndarray, step: np.ndarray, certified: Certified) -> np.ndarray:
+    """Proved groups that store other levels than the certified ones, or a multiple of them."""
     theirs = unpack(np.ascontiguousarray(certified.packed).view("<i4")).astype(int)
     ours = levels.astype(int)
     top, trained = np.abs(ours).max(1), certified.peak.astype(int)
     signed = np.where(step < 0, -trained, trained)[:, None]
     differ = (ours * signed != theirs * top[:, None]).any(1) | ((top == 0) != (trained == 0))
-    differ &= certified.proved
+    return differ & certified.proved
+
+
+def step_off(
+    step: np.ndarray, levels: np.ndarray, certified: Certified, dtype: np.dtype
+) -> np.ndarray:
+    """Proved groups whose `step: f32[groups]`, as stored in `dtype`, is not the trained one.
+
+    Ends (step * top level) may differ by 1.5 ulps of the narrowest of bfloat16, float16 and
+    float32 that holds the step; a float32 step that needs all its bits has to decode every value,
+    which the caller looks at.
+    """
+    top, bits = np.abs(levels).max(1), step.view(np.uint32)
     with np.errstate(all="ignore"):
-        ends = [
-            np.abs(x.astype(np.float32)).view(np.int32).astype(int)
-            for x in (step * top, certified.step * trained)
-        ]
-    far = np.abs(ends[0] - ends[1]) > STEP_ULPS
-    return differ, far & ~differ & (trained > 0) & certified.proved
+        ours = np.abs(step) * top.astype(np.float32)
+        trained = certified.step * certified.peak.astype(np.float32)
+        half = dtype == np.float16
+        near = half & (np.abs(ours - trained) <= np.float32(HALF_UNIT) * top.astype(np.float32))
+    apart = np.abs(ours.view(np.int32).astype(int) - trained.view(np.int32).astype(int))
+    narrow = (bits & 0xFFFF == 0, bits & 0x1FFF == 0)
+    far = (apart > np.select(narrow, (STEP_ULPS, STEP_ULPS >> 3), 0)) & ~near
+    return far & (certified.peak > 0) & certified.proved
 
 
 def _peak_facts(peak: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

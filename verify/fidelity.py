@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from ..checkpoint.header import TensorInfo
-from ..checkpoint.reader import NUMPY_DTYPES, TensorReader, aligned_empty
-from ..repack.grid import GROUP, BlockResult, Status
-from ..repack.grid import Pending as Recovering
-from ..repack.grid import dispatch as recover
-from .compare import Pending, block_groups
-from .compare import dispatch as compare
-from .exact import Certified
+from ..checkpoint.reader import TensorReader
+from ..repack.grid import GROUP
+from .compare import Block, Compared, block_groups
 from .pairs import Kind, Pair
 from .tally import Tally
 
 Progress = Callable[[int], object]
+
+THREADS = 2
+"""Blocks compared at once; XLA spreads a block over more cores by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +54,53 @@ class Fidelity:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Groups of a module in memory; `index` numbers them within the module."""
+class _Piece:
+    """Runs of groups of a pair, to lie in a block from group `first` on."""
 
-    index: np.ndarray | range
-    bits: np.ndarray
-    packed: np.ndarray
-    scale: np.ndarray
+    number: int
+    spans: tuple[range, ...]
+    first: int
+
+    @property
+    def groups(self) -> int:
+        return sum(map(len, self.spans))
+
+    def index(self, place: int) -> int:
+        """The number within its module of the group at a place of the part."""
+        for span in self.spans:
+            if place < len(span):
+                return span[place]
+            place -= len(span)
+        raise IndexError(place)
 
 
-def compare_pair(
-    pair: Pair, reader: TensorReader, *, sample: int | None, progress: Progress
-) -> Fidelity:
-    """Compare one packed tensor, or `sample` of its rows; `progress` gets the reference bytes."""
-    total = Tally()
-    first: int | None = None
-    blocks = _read_blocks(pair, reader, sample)
-    # Groups of 32 must not run over the end of a row.
-    certify = pair.tensor.columns % GROUP == 0
-    for block, tally, wrong in _compare_blocks(blocks, certify=certify):
-        total += tally
-        if first is None and wrong.size:
-            first = int(block.index[int(wrong[0])])
-        progress(block.bits.nbytes)
+def compare_pairs(
+    pairs: Sequence[Pair], *, sample: int | None, progress: Progress
+) -> list[Fidelity]:
+    """Compare packed tensors, or `sample` rows of each; `progress` gets the reference bytes."""
+    tallies, firsts = [Tally()] * len(pairs), dict[int, int]()
+    numbered = list(enumerate(pairs))
+    # Blocks mix modules, but not what they are compiled for.
+    for _, alike in groupby(numbered, key=lambda item: _kernel_of(item[1])):
+        for piece, compared in _compare(dict(alike), sample):
+            number = piece.number
+            tallies[number] += compared.tally
+            if compared.wrong.size:
+                firsts.setdefault(number, piece.index(int(compared.wrong[0])))
+            progress(piece.groups * pairs[number].tensor.group_size * 2)
+    return [
+        _fidelity(pair, tally, firsts.get(number))
+        for (number, pair), tally in zip(numbered, tallies, strict=True)
+    ]
+
+
+def _kernel_of(pair: Pair) -> tuple[int, str, bool]:
+    """Group size, scale dtype, and whether groups of 32 end where rows do."""
+    tensor = pair.tensor
+    return tensor.group_size, tensor.scale_dtype, tensor.columns % GROUP == 0
+
+
+def _fidelity(pair: Pair, tally: Tally, first: int | None) -> Fidelity:
     tensor = pair.tensor
     return Fidelity(
         tensor.module,
@@ -83,121 +108,94 @@ def compare_pair(
         (tensor.rows, tensor.columns),
         tensor.group_size,
         tensor.scale_dtype,
-        total,
+        tally,
         None if first is None else divmod(first, tensor.columns // tensor.group_size),
     )
 
 
-def _compare_blocks(
-    blocks: Iterator[_Block], *, certify: bool
-) -> Iterator[tuple[_Block, Tally, np.ndarray]]:
-    """Recover the grid of each block and compare with it, while XLA works and we read on."""
-    recovering: deque[tuple[_Block, Recovering | None]] = deque()
-    comparing: deque[tuple[_Block, Pending, Tally]] = deque()
-    for block in blocks:
-        recovering.append((block, _recover(block) if certify else None))
-        if len(recovering) > 1:
-            comparing.append(_compare(*recovering.popleft()))
-        if len(comparing) > 1:
-            yield _finish(*comparing.popleft())
-    while recovering:
-        comparing.append(_compare(*recovering.popleft()))
-    while comparing:
-        yield _finish(*comparing.popleft())
+def _compare(pairs: dict[int, Pair], sample: int | None) -> Iterator[tuple[_Piece, Compared]]:
+    """Compare pairs of one kind, in order; each thread reads its blocks into its own memory."""
+    size, scale_dtype, certify = _kernel_of(next(iter(pairs.values())))
+    free: SimpleQueue[Block] = SimpleQueue()
+    for _ in range(THREADS):
+        free.put(Block(size, scale_dtype))
+
+    def work(pieces: list[_Piece]) -> list[tuple[_Piece, Compared]]:
+        block = free.get()
+        try:
+            for piece in pieces:
+                _read(pairs[piece.number], piece, reader, block)
+            found = block.compare(
+                [slice(p.first, p.first + p.groups) for p in pieces], certify=certify
+            )
+            return list(zip(pieces, found, strict=True))
+        finally:
+            free.put(block)
+
+    with TensorReader() as reader, ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for found in pool.map(work, _blocks(pairs, sample)):
+                yield from found
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
-def _recover(block: _Block) -> Recovering:
-    return recover(block.bits.reshape(-1, GROUP), "float32")
+def _blocks(pairs: dict[int, Pair], sample: int | None) -> Iterator[list[_Piece]]:
+    """The groups of all pairs, of several in one block where they are small."""
+    block: list[_Piece] = []
+    first = 0
+    for number, pair in pairs.items():
+        most = block_groups(pair.tensor.group_size)
+        spans = list(_spans(pair, sample))
+        while spans:
+            taken, spans = _cut(spans, most - first)
+            block.append(_Piece(number, taken, first))
+            first += block[-1].groups
+            if first == most:
+                yield block
+                block, first = [], 0
+    if block:
+        yield block
 
 
-def _compare(block: _Block, recovering: Recovering | None) -> tuple[_Block, Pending, Tally]:
-    if recovering is None:
-        return block, compare(block.bits, block.packed, block.scale, None), Tally()
-    result = recovering.result()
-    certified = _certified(result)
-    proved = int(certified.proved.sum())
-    known = Tally(uncertified=len(certified.proved) - proved)
-    if block.bits.shape[1] != GROUP:
-        return block, compare(block.bits, block.packed, block.scale, None), known
-    pending = compare(block.bits, block.packed, block.scale, certified)
-    return block, pending, replace(known, compared=proved)
+def _cut(spans: list[range], most: int) -> tuple[tuple[range, ...], list[range]]:
+    """The first `most` groups of some runs, and the rest."""
+    taken: list[range] = []
+    for number, span in enumerate(spans):
+        taken.append(span[:most])
+        most -= len(taken[-1])
+        if not most:
+            rest = [span[len(taken[-1]) :], *spans[number + 1 :]]
+            return tuple(taken), [r for r in rest if r]
+    return tuple(taken), []
 
 
-def _certified(result: BlockResult) -> Certified:
-    proved = (result.status == Status.CERTIFIED) | (result.status == Status.ZERO)
-    return Certified(result.packed, result.peak, result.step, proved)
-
-
-def _finish(block: _Block, pending: Pending, known: Tally) -> tuple[_Block, Tally, np.ndarray]:
-    tally, wrong = pending.result()
-    return block, tally + known, wrong
-
-
-def _read_blocks(pair: Pair, reader: TensorReader, sample: int | None) -> Iterator[_Block]:
-    """The module's groups in order. Buffers are used again four blocks later."""
-    size = pair.tensor.group_size
-    most = block_groups(size)
-    row = pair.tensor.columns // size
-    slots = [_Slot(pair, max(row, min(most, _groups(pair)))) for _ in range(5)]
-    for number, spans in enumerate(_spans(pair, sample, most)):
-        yield slots[number % len(slots)].read(reader, spans)
-
-
-def _groups(pair: Pair) -> int:
-    return pair.tensor.rows * pair.tensor.columns // pair.tensor.group_size
-
-
-class _Slot:
-    """Buffers for one block of a module."""
-
-    def __init__(self, pair: Pair, groups: int) -> None:
-        size, tensor = pair.tensor.group_size, pair.tensor
-        self._pair = pair
-        self._scale_dtype = NUMPY_DTYPES[tensor.scale.dtype]
-        self._bytes = (2 * size, size // 2, self._scale_dtype.itemsize)
-        self._buffers = [aligned_empty(groups * n) for n in self._bytes]
-
-    def read(self, reader: TensorReader, spans: Sequence[range]) -> _Block:
-        """Fill the buffers with runs of groups."""
-        pair, count = self._pair, sum(map(len, spans))
-        base = pair.source.row * pair.source.columns * 2
-        sources: tuple[tuple[TensorInfo, int], ...] = (
-            (pair.source.source, base),
-            (pair.tensor.packed, 0),
-            (pair.tensor.scale, 0),
-        )
-        for (tensor, start), nbytes, buffer in zip(
-            sources, self._bytes, self._buffers, strict=True
-        ):
-            filled = 0
-            for span in spans:
-                end = filled + len(span) * nbytes
-                reader.read_into(tensor, start + span.start * nbytes, buffer[filled:end])
-                filled = end
-        bits, packed, scale = (
-            b[: count * n] for b, n in zip(self._buffers, self._bytes, strict=True)
-        )
-        index = spans[0] if len(spans) == 1 else np.concatenate([np.asarray(s) for s in spans])
-        return _Block(
-            index,
-            bits.view(np.uint16).reshape(count, -1),
-            packed.reshape(count, -1),
-            scale.view(self._scale_dtype),
-        )
-
-
-def _spans(pair: Pair, sample: int | None, most: int) -> Iterator[list[range]]:
-    """Runs of groups of each block: all of the module, or `sample` rows spread over it."""
-    if sample is None or sample >= pair.tensor.rows:
-        total = _groups(pair)
-        for first in range(0, total, most):
-            yield [range(first, min(first + most, total))]
-        return
+def _spans(pair: Pair, sample: int | None) -> Iterator[range]:
+    """Runs of groups: all of the module, or `sample` rows spread over it."""
     row = pair.tensor.columns // pair.tensor.group_size
-    chosen = np.unique(np.linspace(0, pair.tensor.rows - 1, sample).astype(int)).tolist()
-    step = max(1, most // row)
-    for start in range(0, len(chosen), step):
-        yield [range(r * row, (r + 1) * row) for r in chosen[start : start + step]]
+    rows = pair.tensor.rows
+    if sample is None or sample >= rows:
+        yield range(rows * row)
+        return
+    for chosen in np.unique(np.linspace(0, rows - 1, sample).astype(int)).tolist():
+        yield range(chosen * row, (chosen + 1) * row)
+
+
+def _read(pair: Pair, piece: _Piece, reader: TensorReader, block: Block) -> None:
+    """Put a piece into its place of a block."""
+    base = pair.source.row * pair.source.columns * 2
+    sides: tuple[tuple[TensorInfo, int, np.ndarray], ...] = (
+        (pair.source.source, base, block.bits),
+        (pair.tensor.packed, 0, block.packed),
+        (pair.tensor.scale, 0, block.scale),
+    )
+    for tensor, start, array in sides:
+        nbytes, place = array.nbytes // len(array), piece.first
+        for span in piece.spans:
+            into = array[place : place + len(span)].reshape(-1).view(np.uint8)
+            reader.read_into(tensor, start + span.start * nbytes, into)
+            place += len(span)
 
 
 def sampled_bytes(pair: Pair, sample: int | None) -> int:

@@ -47,7 +47,12 @@ class Tally:
     levels_differ: int = 0
     """Certified groups whose levels are not the trained ones, nor a multiple of them."""
     step_off: int = 0
-    """Groups with the trained levels whose scale is over 1.5 bf16 ulps from the trained step."""
+    """Groups with the trained levels whose values do not all come back, and whose scale is over
+    1.5 ulps from the trained step; ulps of the narrowest dtype that holds the scale, none of
+    float32."""
+    rounded_steps: int = 0
+    """Groups whose values do not all come back because their float32 scale holds a number of a
+    16-bit dtype."""
     error: float = 0.0
     """Sum of (decoded - reference)^2."""
     norm: float = 0.0
