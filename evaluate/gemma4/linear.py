@@ -1,6 +1,6 @@
 """Products with dense and packed weights, and which one runs where: all of it is chosen here.
 
-A linear of the model is an array [out, in], or a packed form of `packed.py`.
+A linear of the model is an array [out, in], or a packed form of `packed.py` or `lanes.py`.
 
 `exact` decodes a weight to bf16(f32(scale) * level) and multiplies as the dense model does, so that
 identical weights give identical logits. `fast` multiplies by the scale after the group sums: closer
@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import packed
-from .packed import Lanes, Levels, Words
+from . import lanes, packed
+from .lanes import Lanes
+from .packed import Levels, Words
 
 Array = jax.Array
 Linear = Array | Words | Levels | Lanes
@@ -31,7 +32,7 @@ def prepare(w: Words, path: Path, *, platform: str, shards: int = 1) -> Linear:
     if path == "exact":
         return w
     # A CPU stores int4 as bytes and unpacks in registers.
-    return packed.to_lanes(w) if platform == "cpu" else packed.to_levels(w, shards)
+    return lanes.to_lanes(w) if platform == "cpu" else packed.to_levels(w, shards)
 
 
 def product(x: Array, w: Linear, dtype: Any = None) -> Array:
@@ -51,7 +52,7 @@ def _product(x: Array, w: Linear) -> Array:
         case Levels():
             return packed.times_levels(x, w) if few else _many(x, packed.scaled_levels(w, x.dtype))
         case Lanes():
-            return packed.times_lanes(x, w) if few else _many(x, packed.scaled_lanes(w, x.dtype))
+            return lanes.times_lanes(x, w) if few else _many(x, lanes.scaled_lanes(w, x.dtype))
         case _:
             return _dense(x, w)
 

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qatpack.evaluate.gemma4.lanes import to_lanes
 from qatpack.evaluate.gemma4.linear import product, rows
-from qatpack.evaluate.gemma4.packed import Words, decode, to_lanes, to_levels
+from qatpack.evaluate.gemma4.packed import Words, decode, to_levels
 from qatpack.repack import packing
 
 BF16 = ml_dtypes.bfloat16
