@@ -65,7 +65,7 @@ def test_group_sums_are_the_float64_product(
     levels = packing.unpack(np.asarray(words.words).view(np.int32)).astype(np.float64)
     exact = levels * np.repeat(np.asarray(words.scale, np.float64), 32, axis=1)
     laid, run = layout(words), jax.jit(product, static_argnames="dtype")
-    for count in (1, 2, 8):
+    for count in (1, 2, 3, 8):
         x = inputs(count, shape[1])
         found = np.asarray(run(x, laid, dtype=jnp.float32))
         expected = np.asarray(x, np.float64) @ exact.T
