@@ -103,3 +103,11 @@ def scaled_lanes(w: Lanes, dtype: jnp.dtype) -> Array:
     weights = (levels * w.scale.astype(jnp.float32)[:, None, :, :, None]).astype(dtype)
     pieces, _, _, wide, _ = weights.shape
     return weights.transpose(2, 1, 4, 0, 3).reshape(-1, pieces * wide)
+
+
+def rows_of_lanes(w: Lanes, ids: Array) -> Words:
+    """The words of outputs `ids`: [*ids.shape, in/8] and scales [*ids.shape, in/32]."""
+    pieces, _, _, wide = w.words.shape
+    ids = jnp.clip(ids, 0, pieces * wide - 1)
+    words = w.words[ids // wide, :, :, ids % wide].swapaxes(-1, -2)  # [..., groups, words]
+    return Words(words.reshape(*ids.shape, -1), w.scale[ids // wide, :, ids % wide])

@@ -24,7 +24,8 @@ Array = jax.Array
 Linear = Array | Words | Levels | Lanes
 Path = Literal["exact", "fast"]
 
-FEW_ROWS = 8  # up to here a matrix unit's rows are free for group sums
+FEW_ROWS = 8  # up to here a CPU reads the weights as they are stored
+BLOCK_ROWS = 32  # up to here group sums on a matrix unit beat scaling every weight
 
 
 def prepare(w: Words, path: Path, *, platform: str, shards: int = 1) -> Linear:
@@ -43,15 +44,16 @@ def product(x: Array, w: Linear, dtype: Any = None) -> Array:
 
 def _product(x: Array, w: Linear) -> Array:
     """x [R, in] -> float32[R, out]."""
-    few = len(x) <= FEW_ROWS
     match w:
         case Words():
             # The barrier keeps the decoding out of the matmul: it is then the dense model's own.
             decoded = packed.decode(w).astype(x.dtype)
             return _dense(x, lax.optimization_barrier(decoded))
         case Levels():
+            few = len(x) <= BLOCK_ROWS
             return packed.times_levels(x, w) if few else _many(x, packed.scaled_levels(w, x.dtype))
         case Lanes():
+            few = len(x) <= FEW_ROWS
             return lanes.times_lanes(x, w) if few else _many(x, lanes.scaled_lanes(w, x.dtype))
         case _:
             return _dense(x, w)
@@ -85,9 +87,18 @@ def dot(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def rows(table: Array | Words, ids: Array, dtype: Any) -> Array:
-    """Rows `ids` of a table [V, width]: [*ids.shape, width]. Only those rows are read."""
-    if isinstance(table, Words):
-        take = lambda a: a.at[ids].get(mode="clip")  # noqa: E731
-        return packed.decode(Words(take(table.words), take(table.scale))).astype(dtype)
-    return table.at[ids].get(mode="clip").astype(dtype)
+def rows(table: Linear, ids: Array, dtype: Any) -> Array:
+    """Rows `ids` of a table [V, width]: [*ids.shape, width]. Only those rows are read.
+
+    A packed table, in whichever form, gives bf16(f32(scale) * level).
+    """
+    match table:
+        case Words():
+            words = Words(*(a.at[ids].get(mode="clip") for a in (table.words, table.scale)))
+            return packed.decode(words).astype(dtype)
+        case Levels():
+            return packed.rows_of_levels(table, ids).astype(dtype)
+        case Lanes():
+            return packed.decode(lanes.rows_of_lanes(table, ids)).astype(dtype)
+        case _:
+            return table.at[ids].get(mode="clip").astype(dtype)

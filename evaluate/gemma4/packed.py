@@ -42,11 +42,15 @@ class Levels:
 
 def decode(w: Words) -> Array:
     """The weights that packed words stand for, bf16(f32(scale) * level): bf16[..., out, in]."""
-    grouped = unpacked(w.words).astype(jnp.float32).reshape(*w.scale.shape, -1)
-    values = w.scale.astype(jnp.float32)[..., None] * grouped  # [..., in/32, 32]
+    return _decoded(unpacked(w.words).reshape(*w.scale.shape, -1), w.scale)
+
+
+def _decoded(levels: Array, scale: Array) -> Array:
+    """Levels [..., groups, group] and scales [..., groups]: bf16[..., in]."""
+    values = scale.astype(jnp.float32)[..., None] * levels.astype(jnp.float32)
     # XLA may drop a cast to bfloat16 and back; it may not drop reduce_precision.
     values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
-    return values.astype(jnp.bfloat16).reshape(*w.scale.shape[:-1], -1)
+    return values.astype(jnp.bfloat16).reshape(*scale.shape[:-1], -1)
 
 
 def unpacked(words: Array) -> Array:
@@ -69,27 +73,39 @@ def to_levels(w: Words, shards: int = 1) -> Levels:
 
 
 def times_levels(x: Array, w: Levels) -> Array:
-    """A few rows x [R, in] times `w`: float32[R, out].
+    """A few rows x [R, in] times `w`: float32[R, out], all sums in float32.
 
     A row becomes `groups` rows, each with one group's inputs and zeros; one matmul with a tile's
-    levels then gives all its group sums, and the scales follow.
+    levels, which are exact in bfloat16, then gives all its group sums, and the scales follow.
     """
-    tiles, tile = w.levels.shape[:2]
+    tiles, tile, _ = w.levels.shape
     groups = w.scale.shape[1]
-    x = x.reshape(-1, tiles, groups, 1, tile // groups)  # [R, tiles, groups, 1, group]
-    apart = (x * jnp.eye(groups, dtype=x.dtype)[..., None]).reshape(-1, tiles, groups, tile)
+    x = x.reshape(-1, tiles, tile).swapaxes(0, 1)[:, None]  # [tiles, 1, R, tile]
+    # Masked, not reshaped to the groups: 32 inputs would fill a quarter of a vector register.
+    own = jnp.arange(tile) // (tile // groups) == jnp.arange(groups)[:, None]
+    apart = jnp.where(own[:, None], x, 0)  # [tiles, groups, R, tile]
     # Levels are cast right at the matmul, where XLA fuses the cast.
     sums = jnp.einsum(
-        "rtgk,tkn->trgn", apart, w.levels.astype(x.dtype), preferred_element_type=jnp.float32,
+        "tgrk,tkn->tgrn", apart, w.levels.astype(x.dtype), preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-    )  # [tiles, R, groups, out]  # fmt: skip
-    return jnp.sum(sums * w.scale.astype(jnp.float32)[:, None], axis=(0, 2))
+    )  # fmt: skip
+    return jnp.sum(sums * w.scale.astype(jnp.float32)[:, :, None], axis=(0, 1))
 
 
 def scaled_levels(w: Levels, dtype: jnp.dtype) -> Array:
-    """The weights [in, out], scaled in float32 and rounded to `dtype`: for many rows."""
-    tiles, tile, out = w.levels.shape
-    groups = w.scale.shape[1]
-    levels = w.levels.reshape(tiles, groups, tile // groups, out).astype(jnp.float32)
-    weights = (levels * w.scale.astype(jnp.float32)[:, :, None]).astype(dtype)
-    return weights.reshape(tiles * tile, out)
+    """The weights [in, out], scaled and rounded once to `dtype`: for many rows."""
+    tiles, groups, out = w.scale.shape
+    # Of a bfloat16 scale the product with a level rounds once in bfloat16 too, and is cheaper.
+    wide = jnp.promote_types(w.scale.dtype, jnp.bfloat16)
+    levels = w.levels.reshape(-1, out).astype(wide)
+    each = (tiles, groups, w.levels.shape[1] // groups, out)
+    scale = jnp.broadcast_to(w.scale.astype(wide)[:, :, None], each).reshape(-1, out)
+    return (levels * scale).astype(dtype)
+
+
+def rows_of_levels(w: Levels, ids: Array) -> Array:
+    """The weights of outputs `ids`, bf16(f32(scale) * level): bf16[*ids.shape, in]."""
+    take = lambda a: jnp.moveaxis(a.at[:, :, ids].get(mode="clip"), (0, 1), (-2, -1))  # noqa: E731
+    scale = take(w.scale)  # [..., tiles, groups]
+    levels = take(w.levels).reshape(*scale.shape, -1)  # [..., tiles, groups, group]
+    return _decoded(levels, scale).reshape(*ids.shape, -1)
