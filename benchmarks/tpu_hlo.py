@@ -159,9 +159,7 @@ def _parse_op(line: str) -> Op | None:
     kind, _, _ = rest.partition("(")
     end = _closing(rest, len(kind))
     given = rest[len(kind) + 1 : end]
-    return Op(
-        head[2], shape, kind, tuple(_NAME.findall(given)), given, rest[end:], bool(head[1])
-    )
+    return Op(head[2], shape, kind, tuple(_NAME.findall(given)), given, rest[end:], bool(head[1]))
 
 
 def _closing(text: str, start: int) -> int:

@@ -271,7 +271,9 @@ def _title(case: dict[str, Any]) -> str:
     head = ", 4-bit head" if case["head"] == "int4" else ""
     chips = f", {case['chips']} chips" if case.get("chips", 1) > 1 else ""
     build = {"bf16": "bf16", "w4a16": "4-bit"}[case["build"]]
-    return f"{case['config']} {build}{head}, batch {case['batch']}, context {case['context']}{chips}"
+    return (
+        f"{case['config']} {build}{head}, batch {case['batch']}, context {case['context']}{chips}"
+    )
 
 
 def print_lines(result: dict[str, Any]) -> None:
@@ -281,7 +283,8 @@ def print_lines(result: dict[str, Any]) -> None:
     print("| us | HBM idle us | ops | bundles us | MB | op |\n|---|---|---|---|---|---|")
     for x in result["lines"]:
         print(
-            f"| {1e6 * x['seconds']:.1f} | {1e6 * x['idle']:.1f} | {x['count']} | {1e6 * x['issue']:.1f} "
+            f"| {1e6 * x['seconds']:.1f} | {1e6 * x['idle']:.1f} | {x['count']} "
+            f"| {1e6 * x['issue']:.1f} "
             f"| {x['nbytes'] / 1e6:.2f} | {x['example']} {x['shape'][:60]} |"
         )
 

@@ -137,9 +137,7 @@ def traced(
     whole = NamedSharding(mesh, PartitionSpec())
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)  # noqa: E731
     if name == "decode":
-        return generate.decode.trace(
-            weights, state, ints(), ints(3), None, config=config, chunk=32
-        )
+        return generate.decode.trace(weights, state, ints(), ints(3), None, config=config, chunk=32)
     return generate.prefill.trace(
         weights, ints(batch, prompt), ints(batch), ints(3), state.key, None,
         config=config, cache_length=context,

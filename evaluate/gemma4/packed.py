@@ -17,6 +17,7 @@ from jax import lax
 Array = jax.Array
 
 PER_WORD = 8
+LANES = 128  # outputs side by side in a vector register
 TILE = 256  # inputs whose group sums one pass of the matrix unit forms
 
 
@@ -104,8 +105,24 @@ def scaled_levels(w: Levels, dtype: jnp.dtype) -> Array:
 
 
 def rows_of_levels(w: Levels, ids: Array) -> Array:
-    """The weights of outputs `ids`, bf16(f32(scale) * level): bf16[*ids.shape, in]."""
-    take = lambda a: jnp.moveaxis(a.at[:, :, ids].get(mode="clip"), (0, 1), (-2, -1))  # noqa: E731
-    scale = take(w.scale)  # [..., tiles, groups]
-    levels = take(w.levels).reshape(*scale.shape, -1)  # [..., tiles, groups, group]
-    return _decoded(levels, scale).reshape(*ids.shape, -1)
+    """The weights of outputs `ids`, bf16(f32(scale) * level): bf16[*ids.shape, in].
+
+    One row at a time, out of the register's width of outputs around it: for a gather XLA would
+    first turn the whole table, on every call.
+    """
+    out = w.levels.shape[-1]
+    wide = min(LANES, out)
+
+    def row(at: Array) -> Array:
+        start = jnp.minimum(at // LANES * LANES, out - wide)
+        own = jnp.arange(wide) == at - start
+
+        def take(table: Array) -> Array:  # [tiles, n, out] -> float32[tiles, n]
+            block = lax.dynamic_slice_in_dim(table, start, wide, axis=2)
+            return jnp.sum(jnp.where(own, block.astype(jnp.float32), 0), axis=2)
+
+        scale = take(w.scale)
+        return _decoded(take(w.levels).reshape(*scale.shape, -1), scale).reshape(-1)
+
+    found = lax.map(row, jnp.clip(ids.reshape(-1), 0, out - 1))
+    return found.reshape(*ids.shape, -1)
