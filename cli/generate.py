@@ -48,6 +48,14 @@ if TYPE_CHECKING:
     "after the group sums.",
 )
 @click.option(
+    "--head",
+    type=click.Choice(["stored", "int4"]),
+    default="stored",
+    show_default=True,
+    help="int4 holds the token embedding, which is also the head, on its trained 4-bit grid: the "
+    "same weights in a quarter of the bytes. Refused where it is not on one.",
+)
+@click.option(
     "--mesh",
     type=click.IntRange(1),
     help="Devices to spread the model over. By default all, if it does not fit one.",
@@ -68,6 +76,7 @@ def generate(
     top_p: float,
     seed: int,
     decode: Any,
+    head: Any,
     mesh: int | None,
     cache_dir: Path | None,
     as_json: bool,
@@ -89,7 +98,7 @@ def generate(
     vocabulary = open_vocabulary(folder)
     ids = vocabulary.encode(vocabulary.chat(prompt) if chat else prompt)
     start = time.perf_counter()
-    model = _load(folder, decode, mesh)
+    model = _load(folder, decode, head, mesh)
     times = {"load_s": time.perf_counter() - start}
     options: dict[str, Any] = {
         "config": model.config,
@@ -115,13 +124,13 @@ def generate(
     if as_json:
         tokens = [t for c in chunks for t in c.tokens[0]]
         text = {"text": "".join(pieces), "prompt_ids": ids, "ids": tokens}
-        print_json(text | figures | {"decode": decode} | _machine(model))
+        print_json(text | figures | {"decode": decode, "head": head} | _machine(model))
         return
     click.echo()
     _print_figures(figures, len(ids), model)
 
 
-def _load(folder: Path, decode: Any, mesh: int | None) -> Model:
+def _load(folder: Path, decode: Any, head: Any, mesh: int | None) -> Model:
     from ..checkpoint.folder import Checkpoint
     from ..evaluate.devices import pick_mesh
     from ..evaluate.gemma4.load import load
@@ -129,7 +138,8 @@ def _load(folder: Path, decode: Any, mesh: int | None) -> Model:
     # All tensors of the folder: the towers, which are not loaded, are a small part of it.
     total = Checkpoint.open(folder).tensor_bytes
     with byte_bar("loading", total) as progress:
-        return load(folder, decode=decode, mesh=pick_mesh(total, mesh), progress=progress)
+        devices = pick_mesh(total, mesh)
+        return load(folder, decode=decode, head=head, mesh=devices, progress=progress)
 
 
 def _speed(chunks: list[Chunk]) -> dict[str, float | None]:

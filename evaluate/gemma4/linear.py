@@ -1,6 +1,6 @@
 """Products with dense and packed weights, and which one runs where: all of it is chosen here.
 
-A linear of the model is an array [out, in], or a packed form of `packed.py`.
+A linear of the model is an array [out, in], or a packed form of `packed.py` or `lanes.py`.
 
 `exact` decodes a weight to bf16(f32(scale) * level) and multiplies as the dense model does, so that
 identical weights give identical logits. `fast` multiplies by the scale after the group sums: closer
@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import packed
-from .packed import Lanes, Levels, Words
+from . import lanes, packed
+from .lanes import Lanes
+from .packed import Levels, Words
 
 Array = jax.Array
 Linear = Array | Words | Levels | Lanes
 Path = Literal["exact", "fast"]
 
-FEW_ROWS = 8  # up to here a matrix unit's rows are free for group sums
+FEW_ROWS = 8  # up to here a CPU reads the weights as they are stored
+BLOCK_ROWS = 32  # up to here group sums on a matrix unit beat scaling every weight
 
 
 def prepare(w: Words, path: Path, *, platform: str, shards: int = 1) -> Linear:
@@ -31,7 +33,7 @@ def prepare(w: Words, path: Path, *, platform: str, shards: int = 1) -> Linear:
     if path == "exact":
         return w
     # A CPU stores int4 as bytes and unpacks in registers.
-    return packed.to_lanes(w) if platform == "cpu" else packed.to_levels(w, shards)
+    return lanes.to_lanes(w) if platform == "cpu" else packed.to_levels(w, shards)
 
 
 def product(x: Array, w: Linear, dtype: Any = None) -> Array:
@@ -42,16 +44,17 @@ def product(x: Array, w: Linear, dtype: Any = None) -> Array:
 
 def _product(x: Array, w: Linear) -> Array:
     """x [R, in] -> float32[R, out]."""
-    few = len(x) <= FEW_ROWS
     match w:
         case Words():
             # The barrier keeps the decoding out of the matmul: it is then the dense model's own.
             decoded = packed.decode(w).astype(x.dtype)
             return _dense(x, lax.optimization_barrier(decoded))
         case Levels():
+            few = len(x) <= BLOCK_ROWS
             return packed.times_levels(x, w) if few else _many(x, packed.scaled_levels(w, x.dtype))
         case Lanes():
-            return packed.times_lanes(x, w) if few else _many(x, packed.scaled_lanes(w, x.dtype))
+            few = len(x) <= FEW_ROWS
+            return lanes.times_lanes(x, w) if few else _many(x, lanes.scaled_lanes(w, x.dtype))
         case _:
             return _dense(x, w)
 
@@ -61,14 +64,17 @@ def _many(x: Array, weights: Array) -> Array:
 
 
 def _dense(x: Array, w: Array) -> Array:
-    if len(x) > 1 or w.dtype != jnp.bfloat16:
+    if len(x) > FEW_ROWS or w.dtype != jnp.bfloat16:
         return dot("rk,nk->rn", x, w)
-    return lax.platform_dependent(x, w, cpu=_one_row, default=functools.partial(dot, "rk,nk->rn"))
+    return lax.platform_dependent(x, w, cpu=_few_rows, default=functools.partial(dot, "rk,nk->rn"))
 
 
-def _one_row(x: Array, w: Array) -> Array:
-    """XLA's bf16 matmul on a CPU first copies w to float32; this sum reads it once."""
-    return jnp.sum(w.astype(jnp.float32) * x.astype(jnp.float32), axis=1)[None]
+def _few_rows(x: Array, w: Array) -> Array:
+    """XLA's bf16 matmul on a CPU first copies w to float32; these sums read it once."""
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    if len(x) == 1:  # with an axis of one row between them the sum is 15 times slower
+        return jnp.sum(w * x, axis=1)[None]
+    return jnp.sum(w[:, None] * x, axis=2).T
 
 
 def dot(spec: str, a: Array, b: Array) -> Array:
@@ -81,9 +87,18 @@ def dot(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def rows(table: Array | Words, ids: Array, dtype: Any) -> Array:
-    """Rows `ids` of a table [V, width]: [*ids.shape, width]. Only those rows are read."""
-    if isinstance(table, Words):
-        take = lambda a: a.at[ids].get(mode="clip")  # noqa: E731
-        return packed.decode(Words(take(table.words), take(table.scale))).astype(dtype)
-    return table.at[ids].get(mode="clip").astype(dtype)
+def rows(table: Linear, ids: Array, dtype: Any) -> Array:
+    """Rows `ids` of a table [V, width]: [*ids.shape, width]. Only those rows are read.
+
+    A packed table, in whichever form, gives bf16(f32(scale) * level).
+    """
+    match table:
+        case Words():
+            words = Words(*(a.at[ids].get(mode="clip") for a in (table.words, table.scale)))
+            return packed.decode(words).astype(dtype)
+        case Levels():
+            return packed.rows_of_levels(table, ids).astype(dtype)
+        case Lanes():
+            return packed.decode(lanes.rows_of_lanes(table, ids)).astype(dtype)
+        case _:
+            return table.at[ids].get(mode="clip").astype(dtype)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,14 @@ from ...checkpoint.folder import Checkpoint
 from ...checkpoint.naming import text_prefix
 from ...checkpoint.reader import TensorReader
 from .config import Config, read_config, tensor_shapes
+from .head import recover_table
 from .linear import Path as Decode
 from .linear import prepare
 from .packed import PER_WORD, Words
 from .sharding import cut_axis, weight_sharding
-from .weights import assemble
+from .weights import assemble, is_inner_norm
 
+Head = Literal["stored", "int4"]
 TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight")
 # Present in some exports and of no use here: base models store keys for layers that share them.
 _UNUSED = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
@@ -41,6 +43,7 @@ def load(
     folder: str | Path,
     *,
     decode: Decode = "exact",
+    head: Head = "stored",
     dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[int], object] | None = None,
@@ -53,20 +56,25 @@ def load(
     Args:
         folder: where config.json and the safetensors files stand.
         decode: `exact` for fidelity, `fast` for speed (see `linear`); the same for dense weights.
+        head: `int4` holds the head, with a tied one the token embedding, in 4 bits: a quarter of
+            its bytes, the same weights. The levels and float32 steps are recovered and proved.
         dtype: of the activations and of dense weights; by default as stored.
         mesh: devices to cut the weights over (see `sharding`); None for the default device.
         progress: called with the bytes of each tensor read.
 
     Raises:
         CheckpointError: damaged files.
-        ModelError: an unknown model, or tensors missing, surplus or of another shape.
+        ModelError: an unknown model, tensors missing, surplus or of another shape, or a head that
+            is not on the 4-bit grid.
     """
+    if head == "int4" and mesh is not None:
+        raise ModelError("a head in 4 bits is for one device: leave out the mesh, or the option")
     checkpoint = Checkpoint.open(Path(folder))
     config = read_config(checkpoint.config or Path(folder))
     prefix = text_prefix(checkpoint.tensors)
     _check_names(checkpoint, prefix, config)
     with TensorReader() as reader:
-        source = _Source(checkpoint, config, prefix, reader, decode, dtype, mesh, progress)
+        source = _Source(checkpoint, config, prefix, reader, decode, head, dtype, mesh, progress)
         weights = assemble(config, functools.partial(_leaf, source, tensor_shapes(config)))
     nbytes = sum(_nbytes(x) for x in jax.tree.leaves(weights))
     return Model(config, weights, nbytes)
@@ -79,6 +87,7 @@ class _Source:
     prefix: str
     reader: TensorReader
     decode: Decode
+    head: Head
     dtype: Any
     mesh: jax.sharding.Mesh | None
     progress: Callable[[int], object] | None
@@ -97,6 +106,20 @@ class _Source:
             self.progress(info.nbytes)
         return array
 
+    @property
+    def head_name(self) -> str:
+        """The tensor that gives the logits."""
+        return "embed_tokens.weight" if self.config.tied else "lm_head.weight"
+
+    def prepared(self, name: str, packed: Words) -> Any:
+        """The form of a packed linear that the products want."""
+        shards = self.mesh.size if self.mesh is not None else 1
+        cut = shards > 1 and cut_axis(name, self.config, shards) == 1
+        laid = prepare(
+            packed, self.decode, platform=jax.default_backend(), shards=shards if cut else 1
+        )
+        return jax.block_until_ready(laid)  # before the next is read: its words leave the memory
+
     def put(self, name: str, array: np.ndarray) -> jax.Array:
         """One array on the device, or cut over the mesh, and off the host before the next."""
         where = self.mesh and weight_sharding(self.mesh, name, array.shape, self.config)
@@ -105,22 +128,32 @@ class _Source:
 
 def _leaf(source: _Source, shapes: dict[str, tuple[int, ...]], name: str) -> Any:
     module = name.removesuffix(".weight")
-    if not source.has(f"{module}.weight_packed"):
-        array = source.read(name)
-        _check_shape(source, name, array.shape, shapes[name])
-        return source.put(name, array if source.dtype is None else array.astype(source.dtype))
+    in_4_bits = source.head == "int4" and name == source.head_name
+    if source.has(f"{module}.weight_packed"):
+        packed = _packed(source, module, shapes[name])
+        return packed if name in TABLES and not in_4_bits else source.prepared(name, packed)
+    if in_4_bits:
+        info = source.checkpoint[source.full(name)]
+        _check_shape(source, name, info.shape, shapes[name])
+        words, steps = recover_table(source.reader, info, source.progress)
+        return source.prepared(name, Words(source.put(name, words), source.put(name, steps)))
+    array = source.read(name)
+    _check_shape(source, name, array.shape, shapes[name])
+    array = array if source.dtype is None else array.astype(source.dtype)
+    if source.decode == "fast" and is_inner_norm(name):
+        array = array.astype(np.float32)
+    return source.put(name, array)
+
+
+def _packed(source: _Source, module: str, shape: tuple[int, ...]) -> Words:
+    """The packed linear or table of a module, as stored."""
+    name, (out, width) = f"{module}.weight", shape
     words = source.read(f"{module}.weight_packed").view(np.uint32)
     scale = source.read(f"{module}.weight_scale")
-    out, width = shapes[name]
     _check_shape(source, f"{module}.weight_packed", words.shape, (out, width // PER_WORD))
     if scale.shape[0] != out or width % scale.shape[1]:
         _check_shape(source, f"{module}.weight_scale", scale.shape, (out, width // 32))
-    packed = Words(source.put(name, words), source.put(name, scale))
-    if name in TABLES:
-        return packed
-    cut = source.mesh is not None and cut_axis(name, source.config, source.mesh.size) == 1
-    shards = source.mesh.size if source.mesh is not None and cut else 1
-    return prepare(packed, source.decode, platform=jax.default_backend(), shards=shards)
+    return Words(source.put(name, words), source.put(name, scale))
 
 
 def _nbytes(x: jax.Array) -> int:

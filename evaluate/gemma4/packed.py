@@ -1,7 +1,7 @@
 """Forms of a packed linear on the device, and the arithmetic of each.
 
 All hold levels -8..7 and one scale for each group of inputs (32 in every known build). `Words` is
-the file's form; `Levels` is laid out for a matrix unit; `Lanes` for the vector unit of a CPU.
+the file's form; `Levels` is laid out for a matrix unit; `lanes.py` has the form of a CPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax import lax
 Array = jax.Array
 
 PER_WORD = 8
+LANES = 128  # outputs side by side in a vector register
 TILE = 256  # inputs whose group sums one pass of the matrix unit forms
-WIDE = 16384  # lanes of one step on a CPU: enough work to hide the step's overhead
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "scale"], meta_fields=[])
@@ -41,25 +41,20 @@ class Levels:
     scale: Array
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "scale"], meta_fields=[])
-@dataclass(frozen=True)
-class Lanes:
-    """words uint32[steps, 4, groups, out], scale [steps, groups, out]: a step reads its groups."""
-
-    words: Array
-    scale: Array
-
-
 def decode(w: Words) -> Array:
     """The weights that packed words stand for, bf16(f32(scale) * level): bf16[..., out, in]."""
-    grouped = _levels(w.words).astype(jnp.float32).reshape(*w.scale.shape, -1)
-    values = w.scale.astype(jnp.float32)[..., None] * grouped  # [..., in/32, 32]
+    return _decoded(unpacked(w.words).reshape(*w.scale.shape, -1), w.scale)
+
+
+def _decoded(levels: Array, scale: Array) -> Array:
+    """Levels [..., groups, group] and scales [..., groups]: bf16[..., in]."""
+    values = scale.astype(jnp.float32)[..., None] * levels.astype(jnp.float32)
     # XLA may drop a cast to bfloat16 and back; it may not drop reduce_precision.
     values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
-    return values.astype(jnp.bfloat16).reshape(*w.scale.shape[:-1], -1)
+    return values.astype(jnp.bfloat16).reshape(*scale.shape[:-1], -1)
 
 
-def _levels(words: Array) -> Array:
+def unpacked(words: Array) -> Array:
     """uint32[..., in/8] -> int32[..., in/8, 8]. Shifts of int8 would saturate on a TPU."""
     nibbles = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32)) & jnp.uint32(15)
     return nibbles.astype(jnp.int32) - 8
@@ -71,7 +66,7 @@ def to_levels(w: Words, shards: int = 1) -> Levels:
     out, width = w.words.shape[0], w.words.shape[1] * PER_WORD
     tile = math.gcd(width // shards, TILE)
     group = width // w.scale.shape[1]
-    levels = jnp.moveaxis(_levels(w.words).astype(jnp.int4), 0, -1)  # [in/8, 8, out]
+    levels = jnp.moveaxis(unpacked(w.words).astype(jnp.int4), 0, -1)  # [in/8, 8, out]
     return Levels(
         levels.reshape(width // tile, tile, out),
         w.scale.T.reshape(width // tile, tile // group, out),
@@ -79,64 +74,55 @@ def to_levels(w: Words, shards: int = 1) -> Levels:
 
 
 def times_levels(x: Array, w: Levels) -> Array:
-    """A few rows x [R, in] times `w`: float32[R, out].
+    """A few rows x [R, in] times `w`: float32[R, out], all sums in float32.
 
     A row becomes `groups` rows, each with one group's inputs and zeros; one matmul with a tile's
-    levels then gives all its group sums, and the scales follow.
+    levels, which are exact in bfloat16, then gives all its group sums, and the scales follow.
     """
-    tiles, tile = w.levels.shape[:2]
+    tiles, tile, _ = w.levels.shape
     groups = w.scale.shape[1]
-    x = x.reshape(-1, tiles, groups, 1, tile // groups)  # [R, tiles, groups, 1, group]
-    apart = (x * jnp.eye(groups, dtype=x.dtype)[..., None]).reshape(-1, tiles, groups, tile)
+    x = x.reshape(-1, tiles, tile).swapaxes(0, 1)[:, None]  # [tiles, 1, R, tile]
+    # Masked, not reshaped to the groups: 32 inputs would fill a quarter of a vector register.
+    own = jnp.arange(tile) // (tile // groups) == jnp.arange(groups)[:, None]
+    apart = jnp.where(own[:, None], x, 0)  # [tiles, groups, R, tile]
     # Levels are cast right at the matmul, where XLA fuses the cast.
     sums = jnp.einsum(
-        "rtgk,tkn->trgn", apart, w.levels.astype(x.dtype), preferred_element_type=jnp.float32,
+        "tgrk,tkn->tgrn", apart, w.levels.astype(x.dtype), preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-    )  # [tiles, R, groups, out]  # fmt: skip
-    return jnp.sum(sums * w.scale.astype(jnp.float32)[:, None], axis=(0, 2))
+    )  # fmt: skip
+    return jnp.sum(sums * w.scale.astype(jnp.float32)[:, :, None], axis=(0, 1))
 
 
 def scaled_levels(w: Levels, dtype: jnp.dtype) -> Array:
-    """The weights [in, out], scaled in float32 and rounded to `dtype`: for many rows."""
-    tiles, tile, out = w.levels.shape
-    groups = w.scale.shape[1]
-    levels = w.levels.reshape(tiles, groups, tile // groups, out).astype(jnp.float32)
-    weights = (levels * w.scale.astype(jnp.float32)[:, :, None]).astype(dtype)
-    return weights.reshape(tiles * tile, out)
+    """The weights [in, out], scaled and rounded once to `dtype`: for many rows."""
+    tiles, groups, out = w.scale.shape
+    # Of a bfloat16 scale the product with a level rounds once in bfloat16 too, and is cheaper.
+    wide = jnp.promote_types(w.scale.dtype, jnp.bfloat16)
+    levels = w.levels.reshape(-1, out).astype(wide)
+    each = (tiles, groups, w.levels.shape[1] // groups, out)
+    scale = jnp.broadcast_to(w.scale.astype(wide)[:, :, None], each).reshape(-1, out)
+    return (levels * scale).astype(dtype)
 
 
-@jax.jit
-def to_lanes(w: Words) -> Lanes:
-    """Lay words out for a CPU: outputs along the vector lanes, a few groups of inputs a step."""
-    out, count = w.scale.shape
-    wide = max(d for d in range(1, count + 1) if count % d == 0 and (d * out <= WIDE or d == 1))
-    words = w.words.reshape(out, count // wide, wide, -1)  # [out, steps, groups, 4]
-    return Lanes(words.transpose(1, 3, 2, 0), w.scale.T.reshape(count // wide, wide, out))
+def rows_of_levels(w: Levels, ids: Array) -> Array:
+    """The weights of outputs `ids`, bf16(f32(scale) * level): bf16[*ids.shape, in].
 
+    One row at a time, out of the register's width of outputs around it: for a gather XLA would
+    first turn the whole table, on every call.
+    """
+    out = w.levels.shape[-1]
+    wide = min(LANES, out)
 
-def times_lanes(x: Array, w: Lanes) -> Array:
-    """A few rows x [R, in] times `w`: float32[R, out]; each word is read once, none is unpacked
-    to memory."""
-    steps, words, groups, out = w.words.shape
-    x = x.astype(jnp.float32).reshape(-1, steps, groups, words, PER_WORD)
-    x = x.transpose(1, 3, 4, 0, 2)[..., None]  # [steps, words, 8, R, groups, 1]
+    def row(at: Array) -> Array:
+        start = jnp.minimum(at // LANES * LANES, out - wide)
+        own = jnp.arange(wide) == at - start
 
-    def step(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        packed, scale, x = part
-        sums = -8 * jnp.sum(x, axis=(0, 1))  # nibbles are level + 8
-        for j in range(words):
-            for i in range(PER_WORD):
-                nibble = (packed[j] >> jnp.uint32(4 * i)) & jnp.uint32(15)
-                sums = sums + nibble.astype(jnp.int32).astype(jnp.float32) * x[j, i]
-        return total + sums * scale.astype(jnp.float32), None
+        def take(table: Array) -> Array:  # [tiles, n, out] -> float32[tiles, n]
+            block = lax.dynamic_slice_in_dim(table, start, wide, axis=2)
+            return jnp.sum(jnp.where(own, block.astype(jnp.float32), 0), axis=2)
 
-    total = jnp.zeros((x.shape[3], groups, out), jnp.float32)
-    return jnp.sum(lax.scan(step, total, (w.words, w.scale, x))[0], axis=1)
+        scale = take(w.scale)
+        return _decoded(take(w.levels).reshape(*scale.shape, -1), scale).reshape(-1)
 
-
-def scaled_lanes(w: Lanes, dtype: jnp.dtype) -> Array:
-    """The weights [in, out], scaled in float32 and rounded to `dtype`: for many rows."""
-    out = w.words.shape[-1]
-    levels = _levels(w.words).astype(jnp.float32)  # [steps, 4, groups, out, 8]
-    weights = levels * w.scale.astype(jnp.float32)[:, None, :, :, None]
-    return weights.astype(dtype).transpose(0, 2, 1, 4, 3).reshape(-1, out)
+    found = lax.map(row, jnp.clip(ids.reshape(-1), 0, out - 1))
+    return found.reshape(*ids.shape, -1)

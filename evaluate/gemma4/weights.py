@@ -20,3 +20,12 @@ def assemble(config: Config, leaf: Callable[[str], Any]) -> dict[str, Any]:
         place = layers[int(parts[1])] if parts[0] == "layers" else top
         place[parts[-1]] = leaf(name)
     return top | {"layers": tuple(layers)}
+
+
+def is_inner_norm(name: str) -> bool:
+    """Whether `name` is a norm inside the model; the last one's dtype is the activations' own.
+
+    Norms are computed in float32. Held so, a TPU need not cast each of them in each step, which
+    costs little but the wait for HBM before it.
+    """
+    return name.endswith("norm.weight") and name != "norm.weight"

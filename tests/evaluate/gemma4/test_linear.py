@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qatpack.evaluate.gemma4.lanes import to_lanes
 from qatpack.evaluate.gemma4.linear import product, rows
-from qatpack.evaluate.gemma4.packed import Words, decode, to_lanes, to_levels
+from qatpack.evaluate.gemma4.packed import Words, decode, to_levels
 from qatpack.repack import packing
 
 BF16 = ml_dtypes.bfloat16
@@ -64,7 +65,7 @@ def test_group_sums_are_the_float64_product(
     levels = packing.unpack(np.asarray(words.words).view(np.int32)).astype(np.float64)
     exact = levels * np.repeat(np.asarray(words.scale, np.float64), 32, axis=1)
     laid, run = layout(words), jax.jit(product, static_argnames="dtype")
-    for count in (1, 2, 8):
+    for count in (1, 2, 3, 8):
         x = inputs(count, shape[1])
         found = np.asarray(run(x, laid, dtype=jnp.float32))
         expected = np.asarray(x, np.float64) @ exact.T

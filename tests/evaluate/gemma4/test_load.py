@@ -22,8 +22,9 @@ from qatpack.checkpoint.errors import CheckpointError, ModelError
 from qatpack.checkpoint.source import resolve_source
 from qatpack.evaluate.gemma4 import generate, model
 from qatpack.evaluate.gemma4.config import Config
+from qatpack.evaluate.gemma4.lanes import Lanes
 from qatpack.evaluate.gemma4.load import Model, load
-from qatpack.evaluate.gemma4.packed import Lanes, Levels, Words
+from qatpack.evaluate.gemma4.packed import Levels, Words
 from qatpack.repack import packing
 from qatpack.repack.job import repack
 from qatpack.repack.plan import Options

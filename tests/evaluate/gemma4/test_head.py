@@ -1,0 +1,81 @@
+"""The token embedding in 4 bits: the same bits, or a refusal that names the place."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+
+from qatpack.checkpoint.errors import ModelError
+from qatpack.cli import main
+from qatpack.evaluate.gemma4 import head
+from qatpack.evaluate.gemma4.lanes import Lanes
+from qatpack.evaluate.gemma4.linear import rows
+from qatpack.evaluate.gemma4.load import load
+from qatpack.evaluate.gemma4.packed import Levels, Words
+
+DEMO = Path(__file__).parents[3] / "demo" / "checkpoint"
+NAME = "model.language_model.embed_tokens.weight"
+FORMS = [("exact", "cpu", Words), ("fast", "cpu", Lanes), ("fast", "tpu", Levels)]
+
+
+@pytest.mark.parametrize(("decode", "platform", "form"), FORMS)
+def test_looked_up_rows_are_the_stored_ones_bit_for_bit(
+    decode: str, platform: str, form: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "BLOCK", 1 << 16)  # several blocks, the last one short
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: platform)
+        read: list[int] = []
+        loaded = load(DEMO, decode=decode, head="int4", progress=read.append)  # pyright: ignore
+    table = loaded.weights["embed_tokens"]
+    assert isinstance(table, form)
+    stored = load_file(DEMO / "model.safetensors")[NAME]
+    found = np.asarray(rows(table, jnp.arange(len(stored)).reshape(2, -1), jnp.bfloat16))
+    np.testing.assert_array_equal(
+        found.reshape(stored.shape).view(np.uint16), stored.view(np.uint16)
+    )
+    assert loaded.nbytes < load(DEMO).nbytes
+    assert sum(read) > loaded.nbytes
+
+
+def broken(tmp_path: Path) -> Path:
+    """The embedded checkpoint with one value of the embedding off the grid."""
+    folder = shutil.copytree(DEMO, tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    group = tensors[NAME][1001, 64:96]
+    group[5] = (np.abs(group).max().astype(np.float32) * 0.43).astype(ml_dtypes.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_table_off_the_grid_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "BLOCK", 1 << 16)
+    folder = broken(tmp_path)
+    with pytest.raises(ModelError, match=r"embed_tokens.weight' row 1001, columns 64 to 95, "):
+        load(folder, head="int4")
+    load(folder)
+
+
+def test_generate_with_the_head_in_4_bits(tmp_path: Path) -> None:
+    flags = ["--max-tokens", "4", "--json", "--cache-dir", str(tmp_path / "cache")]
+    texts = [
+        CliRunner().invoke(main, ["generate", str(DEMO), "def f(", "--head", h, *flags])
+        for h in ("stored", "int4")
+    ]
+    assert [t.exit_code for t in texts] == [0, 0]
+    assert '"head": "int4"' in texts[1].stdout
+    refused = CliRunner().invoke(
+        main, ["generate", str(broken(tmp_path)), "def f(", "--head", "int4", *flags]
+    )
+    assert refused.exit_code == 1
+    assert "row 1001, columns 64 to 95" in refused.stderr

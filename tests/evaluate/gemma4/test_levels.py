@@ -1,0 +1,101 @@
+"""The matrix unit's form: its product at real widths, and the model that runs on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qatpack.checkpoint.source import resolve_source
+from qatpack.evaluate.gemma4 import generate, model
+from qatpack.evaluate.gemma4.linear import BLOCK_ROWS, product
+from qatpack.evaluate.gemma4.load import Model, load
+from qatpack.evaluate.gemma4.packed import Levels, Words, to_levels
+from qatpack.repack import packing
+from qatpack.repack.job import repack
+from qatpack.repack.plan import Options
+
+DEMO = Path(__file__).parents[3] / "demo" / "checkpoint"
+# Inputs of the linears of E2B, E4B and 31B: hidden, MLP, heads, per-layer width.
+WIDTHS = [256, 1536, 2048, 2560, 5376, 6144, 8192, 10240, 12288, 21504]
+run = jax.jit(product, static_argnames="dtype")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scale_dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_products_are_the_float64_ones(width: int, scale_dtype: np.dtype) -> None:
+    """Group sums to float32; many rows, whose weights are rounded first, to bfloat16."""
+    rng = np.random.default_rng(width)
+    levels = rng.integers(-8, 8, (8, width), np.int8)
+    scale = np.exp(rng.uniform(-7, -4, (8, width // 32))).astype(scale_dtype)
+    words = jnp.asarray(packing.pack(levels).view(np.uint32))
+    laid = to_levels(Words(words, jnp.asarray(scale)))
+    exact = levels * np.repeat(scale.astype(np.float64), 32, axis=1)
+    for count in (1, 2, 3, 8, 16, 600):
+        x = jnp.asarray(rng.standard_normal((count, width))).astype(jnp.bfloat16)
+        expected = np.asarray(x, np.float64) @ exact.T
+        tolerance = 3e-6 if count <= BLOCK_ROWS else 4e-3
+        found = np.asarray(run(x, laid, dtype=jnp.float32))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("builds") / "bfloat16"
+    repack(resolve_source(DEMO), out, Options(scale_dtype="bfloat16"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def exact(build: Path) -> Model:
+    return load(build)
+
+
+@pytest.fixture(scope="module", params=["stored", "int4"])
+def fast(request: pytest.FixtureRequest, build: Path) -> Model:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "tpu")
+        loaded = load(build, decode="fast", head=request.param)
+    assert isinstance(loaded.weights["layers"][0]["q_proj"], Levels)
+    assert isinstance(loaded.weights["embed_tokens"], Levels) == (request.param == "int4")
+    return loaded
+
+
+def logits(loaded: Model, tokens: np.ndarray, **options: Any) -> np.ndarray:
+    """Of one row, a step of few rows at a time, as in decoding: float32[T, V]."""
+    positions = jnp.arange(len(tokens))[None]
+    hidden, _ = model.forward(loaded.weights, jnp.asarray(tokens)[None], positions,
+                              config=loaded.config)  # fmt: skip
+    return np.asarray(model.logits(loaded.weights, hidden[0], config=loaded.config))
+
+
+@pytest.mark.parametrize("count", [BLOCK_ROWS, 2 * BLOCK_ROWS])
+def test_logits_are_the_exact_ones_but_for_noise(fast: Model, exact: Model, count: int) -> None:
+    """Few rows take group sums, more the scaled weights; both within 1e-4 nats of exact."""
+    tokens = np.r_[2, 300 : 299 + count]
+    a, b = (jax.nn.log_softmax(logits(m, tokens)) for m in (exact, fast))
+    kl = np.asarray(jnp.sum(jnp.exp(a) * (a - b), axis=-1))
+    assert kl.mean() < 1e-4
+    assert np.abs(a - b).max() > 0 or count > BLOCK_ROWS  # it is another path
+
+
+def test_greedy_text_is_the_exact_one_where_the_margin_exceeds_the_noise(
+    fast: Model, exact: Model
+) -> None:
+    prompt = [2, *range(300, 320)]
+    text, _ = generate.generate(exact.weights, [prompt], config=exact.config, max_tokens=24)
+    ours, _ = generate.generate(fast.weights, [prompt], config=fast.config, max_tokens=24)
+    tokens = np.array(prompt + text[0][:-1])
+    a, b = (logits(m, tokens)[len(prompt) - 1 :] for m in (exact, fast))
+    top = np.sort(a, axis=-1)[:, -2:]
+    clear = top[:, 1] - top[:, 0] > 2 * np.abs(a - b).max(axis=-1)
+    assert clear.mean() > 0.8
+    # After a token that the noise decides the two may part; up to it they may not.
+    until = len(text[0]) if clear.all() else int(np.argmin(clear))
+    assert until > 4
+    assert ours[0][:until] == text[0][:until]
