@@ -3,7 +3,8 @@
     with Hub({"org/name": {"a" * 40: {"config.json": b"{}", "model.safetensors": path}}}) as hub:
         subprocess.run(..., env={"HF_ENDPOINT": hub.url})
 
-Files are bytes or paths; `*.safetensors` are stored with LFS. No Xet header is ever sent.
+Files are bytes or paths; `*.safetensors` are stored with LFS. No Xet header is ever sent. A dataset
+is named "datasets/org/name"; only its files are served.
 """
 
 import hashlib
@@ -23,7 +24,9 @@ Files = Mapping[str, bytes | Path]
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 INFO = re.compile(rf"/api/models/{REPO}(/revision/(?P<revision>[^/]+))?")
 TREE = re.compile(rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)")
-RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+RESOLVE = re.compile(
+    r"/(?P<repo>(?:datasets/)?[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)"
+)
 
 
 @dataclass

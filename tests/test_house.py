@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Each room may import from itself and from those to its right.
-ORDER = ["cli", "evaluate", "verify", "repack", "checkpoint"]
+ORDER = ["cli", "demo", "evaluate", "verify", "repack", "checkpoint"]
 
 
 def imports(room):
