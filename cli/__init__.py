@@ -8,6 +8,7 @@ import click
 
 from ..checkpoint.errors import QatpackError
 from .demo import demo
+from .evaluate import evaluate
 from .generate import generate
 from .inspect import inspect
 from .repack import repack
@@ -60,5 +61,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (demo, generate, inspect, repack, verify):
+for _command in (demo, evaluate, generate, inspect, repack, verify):
     main.add_command(_command)

@@ -14,6 +14,7 @@ from .gemma4 import model
 from .gemma4.config import Config
 from .gemma4.generate import default_cache_length, padded_length, stream
 from .gemma4.load import Model
+from .states import run_window
 
 CHUNK = 16
 WIDER = 4  # the floor's cache over the usual one
@@ -109,24 +110,15 @@ def match(reference: Sequence[int], margins: Sequence[float], ids: Sequence[int]
 def top_margins(loaded: Model, prompt: Sequence[int], ids: Sequence[int]) -> tuple[float, ...]:
     """For each of `ids` behind the prompt: logit of the likeliest token less that of the second."""
     text = [*prompt, *ids[:-1]]
-    tokens = np.zeros((1, padded_length(len(text))), np.int32)
-    tokens[0, : len(text)] = text
-    positions = np.full_like(tokens, -1)
-    positions[0, : len(text)] = np.arange(len(text))
-    hidden = _hidden(loaded.weights, tokens, positions, config=loaded.config)
-    hidden = hidden[len(prompt) - 1 : len(text)]
+    # Zeros behind the text change nothing before them.
+    tokens = np.zeros(padded_length(len(text)), np.int32)
+    tokens[: len(text)] = text
+    hidden = run_window(loaded, tokens)[len(prompt) - 1 : len(text)]
     found: list[float] = []
     for start in range(0, len(hidden), ROWS):
-        rows = hidden[start : start + ROWS]
+        rows = jnp.asarray(hidden[start : start + ROWS])
         found += _margins(loaded.weights, rows, config=loaded.config).tolist()
     return tuple(found)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _hidden(
-    weights: model.Weights, tokens: jax.Array, positions: jax.Array, *, config: Config
-) -> jax.Array:
-    return model.forward(weights, tokens, positions, config=config)[0][0]
 
 
 @functools.partial(jax.jit, static_argnames="config")
