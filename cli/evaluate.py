@@ -78,6 +78,12 @@ class _Batches(click.ParamType):
     help="Tokens of a window, BOS included.",
 )
 @click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    help="Of activations in kl and greedy; float32 shows what the weights alone do, in twice the "
+    "memory. [default: as the reference stores its norms]",
+)
+@click.option(
     "--prompt", help='Of greedy match and speed. [default: "The history of the Roman..."]'
 )
 @click.option(
@@ -136,6 +142,7 @@ def evaluate(
     chat: bool,
     windows: int,
     length: int,
+    dtype: str | None,
     prompt: str | None,
     max_tokens: int,
     batch: tuple[int, ...],
@@ -180,6 +187,7 @@ def evaluate(
         parts=tuple(p for p in PARTS if not only or p in only),
         text=_text(text, dataset, protocol),
         protocol=Protocol(protocol, chat, windows, length),
+        dtype=dtype,
         prompt=PROMPT if prompt is None else prompt,
         tokens=max_tokens,
         batches=batch,

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..checkpoint.errors import ModelError
 from ..checkpoint.source import Source
 from ..verify import job as verification
@@ -48,6 +50,8 @@ class Options:
     - `parts`: of `PARTS`. Without `grid` a few rows are compared all the same: builds of another
       reference are refused, unless `force`.
     - `text`, `protocol`: what is scored; by default the embedded text, 8 windows of 512.
+    - `dtype`: of activations in the fidelity parts; None as stored. In float32 the divergence is
+      that of the weights alone, without the rounding of bfloat16 activations.
     - `prompt`, `tokens`: what is continued, and by how many tokens.
     - `batches`, `repeats`: of the timed runs.
     - `mesh`: devices to spread each model over; None for one, or all where one has no room.
@@ -57,6 +61,7 @@ class Options:
     parts: tuple[str, ...] = PARTS
     text: Text = field(default_factory=embedded_text)
     protocol: Protocol = field(default_factory=Protocol)
+    dtype: str | None = None
     prompt: str = PROMPT
     tokens: int = 128
     batches: tuple[int, ...] = (1,)
@@ -129,7 +134,7 @@ class Job:
         """Where each model's hidden states are kept."""
         home = (self.options.cache or cache_home()) / "hidden"
         return tuple(
-            open_store(home, sha256, dtype=subject.dtype, devices=self.devices)
+            open_store(home, sha256, dtype=self.dtype_of(subject), devices=self.devices)
             for subject, sha256 in zip(self.subjects, self.sha256, strict=True)
         )
 
@@ -169,7 +174,9 @@ class Job:
         if "kl" not in self.options.parts:
             return None
         with room("the heads"):
-            heads = load_heads([(s.source.folder, s.config) for s in self.subjects])
+            heads = load_heads(
+                [(s.source.folder, s.config, self.dtype_of(s)) for s in self.subjects]
+            )
             itself = fidelity.check_itself(heads[0], self.stores[0], self.windows)
             with self.bars("divergence", len(self.windows.tokens), "window") as step:
                 builds = fidelity.compare(heads, self.stores, self.windows, step)
@@ -196,9 +203,16 @@ class Job:
                 batches=batches, tokens=self.options.tokens, repeats=repeats, step=step,
             )  # fmt: skip
 
+    def dtype_of(self, subject: Subject) -> np.dtype[Any]:
+        """Of a model's activations in the fidelity parts."""
+        return np.dtype(self.options.dtype or subject.dtype)
+
     def _load(self, subject: Subject, decode: Decode, work: Callable[[Model, float], T]) -> T:
+        dtype = self.options.dtype if decode == "exact" else None
         with self.bars(f"{subject.name}: loading", subject.checkpoint.tensor_bytes, "B") as step:
-            return on_device(subject, decode, work, mesh=self.options.mesh, progress=step)
+            return on_device(
+                subject, decode, work, dtype=dtype, mesh=self.options.mesh, progress=step
+            )
 
 
 def _check_reference(report: Report, reference: Subject) -> None:

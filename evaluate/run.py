@@ -79,7 +79,7 @@ def conventions(job: Job) -> dict[str, Any]:
         "direction": "KL(reference || build)",
         "unit": "nats",
         "arithmetic": "float32",
-        "dtype": job.subjects[0].dtype.name,
+        "dtype": job.dtype_of(job.subjects[0]).name,
         "fidelity_decode": "exact",
         "speed_decode": "fast",
         "prompt": options.prompt,

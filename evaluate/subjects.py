@@ -37,7 +37,7 @@ _FOREIGN = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
 
 @dataclass(frozen=True)
 class Subject:
-    """The reference or a build. `dtype` is that of activations and hidden states."""
+    """The reference or a build. `dtype` is that of its norms, and so of activations."""
 
     name: str
     source: Source
@@ -120,6 +120,7 @@ def on_device(
     decode: Decode,
     work: Callable[[Model, float], T],
     *,
+    dtype: str | None = None,
     mesh: int | None,
     progress: Progress | None,
 ) -> T:
@@ -130,7 +131,9 @@ def on_device(
     devices = pick_mesh(subject.checkpoint.tensor_bytes, mesh)
     with room(subject.name):
         start = time.perf_counter()
-        loaded = load(subject.source.folder, decode=decode, mesh=devices, progress=progress)
+        loaded = load(
+            subject.source.folder, decode=decode, dtype=dtype, mesh=devices, progress=progress
+        )
         result = work(loaded, time.perf_counter() - start)
     del loaded
     gc.collect()
