@@ -127,6 +127,17 @@ def resolve_source(source: str | os.PathLike[str], *, revision: str | None = Non
     return _from_hub(name, revision or "main")
 
 
+def fetch_dataset_file(name: str, file: str, commit: str) -> Path:
+    """One file of the Hub dataset `org/name` at a commit, from huggingface_hub's cache or the Hub.
+
+    Raises `SourceError` where neither has it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _explained(f"datasets/{name}", commit):
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=commit))
+
+
 def _is_hub_id(name: str) -> bool:
     if name.count("/") != 1:
         return False

@@ -10,6 +10,7 @@ from ..checkpoint.errors import QatpackError
 from ..checkpoint.hub import scrub
 from .card import card
 from .demo import demo
+from .evaluate import evaluate
 from .generate import generate
 from .inspect import inspect
 from .push import push
@@ -70,5 +71,5 @@ def main(debug: bool) -> None:
     """
 
 
-for _command in (card, demo, generate, inspect, push, repack, verify):
+for _command in (card, demo, evaluate, generate, inspect, push, repack, verify):
     main.add_command(_command)

@@ -130,7 +130,7 @@ def verify(
 
     if plots is not None:
         require_matplotlib()
-    sources = [_resolve(build) for build in builds]
+    sources = [resolve_build(build) for build in builds]
     opened = _reference(reference, revision, sources if rederive else [])
     options = Options(
         pattern=tensors,
@@ -154,7 +154,7 @@ def verify(
         raise click.exceptions.Exit(1)
 
 
-def _resolve(build: str) -> Source:
+def resolve_build(build: str) -> Source:
     """A folder, or org/name with an optional @revision."""
     from ..checkpoint.source import resolve_source
 

@@ -13,13 +13,17 @@ from ..checkpoint.errors import ModelError
 AXIS = "model"  # the one mesh axis: weights and heads are cut along it
 
 
+def cache_home() -> Path:
+    """Where qatpack keeps what it can make again: $QATPACK_CACHE, or ~/.cache/qatpack."""
+    return Path(os.environ.get("QATPACK_CACHE", Path.home() / ".cache" / "qatpack"))
+
+
 def use_compile_cache(folder: Path | None = None) -> Path:
     """Keep compiled programs in `folder` across runs: the same shapes then compile nothing.
 
     By default $QATPACK_CACHE/xla, or ~/.cache/qatpack/xla.
     """
-    home = Path(os.environ.get("QATPACK_CACHE", Path.home() / ".cache" / "qatpack"))
-    folder = folder or home / "xla"
+    folder = folder or cache_home() / "xla"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Each room may import from itself and from those to its right.
-ORDER = ["cli", "push", "evaluate", "verify", "repack", "card", "checkpoint"]
+ORDER = ["cli", "push", "demo", "evaluate", "verify", "repack", "card", "checkpoint"]
 
 
 def imports(room):

@@ -16,13 +16,14 @@ from .state import Account, Fault, Files, Refusal, Repo
 from .store import CHUNK, File, chunks, size
 
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+HOLDER = r"(?P<repo>(?:datasets/)?[\w.-]+/[\w.-]+)"
 REVISION = r"(?P<revision>[^/]+)"
 ROUTES: list[tuple[str, Callable[..., None]]] = [
     (rf"GET /api/models/{REPO}(/revision/{REVISION})?", reading.info),
     (rf"GET /api/models/{REPO}/tree/{REVISION}", reading.tree),
     (rf"GET /api/models/{REPO}/refs", reading.refs),
     (rf"POST /api/models/{REPO}/paths-info/{REVISION}", reading.paths_info),
-    (rf"(GET|HEAD) /{REPO}/resolve/{REVISION}/(?P<file>.+)", reading.resolve),
+    (rf"(GET|HEAD) /{HOLDER}/resolve/{REVISION}/(?P<file>.+)", reading.resolve),
     (r"GET /api/whoami-v2", reading.whoami),
     (rf"GET /api/models/{REPO}/auth-check(?P<write>/write)?", reading.auth_check),
     (r"POST /api/validate-yaml", writing.validate_yaml),
@@ -40,7 +41,7 @@ ROUTES: list[tuple[str, Callable[..., None]]] = [
 
 
 class Hub:
-    """The server, running inside `with`.
+    """The server, running inside `with`. Of a dataset, "datasets/org/name", it serves files only.
 
     `requests` counts by "METHOD path"; `statuses` maps a path to an error status to answer it
     with, `faults` are for a number of requests; `drops` maps a file name to the number of bytes

@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
-import rerounded
 from safetensors.numpy import save_file
 from verify_builds import DEMO, DTYPES, read_arrays
 
 from qatpack.checkpoint.source import resolve_source
+from qatpack.demo import rerounded
 from qatpack.repack.job import repack
 from qatpack.repack.plan import Options
 from qatpack.verify.job import open_reference

@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-import rerounded
 import tiny
 from safetensors.numpy import save_file
 from verify_builds import DEMO, DTYPES, read_arrays
 
 from qatpack.checkpoint.source import resolve_source
+from qatpack.demo import rerounded
 from qatpack.repack.job import repack
 from qatpack.repack.plan import Options as RepackOptions
 from qatpack.verify.build import open_build

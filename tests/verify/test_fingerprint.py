@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-import rerounded
 import synthesize
 from layouts import cut, tensors
 from safetensors.numpy import save_file
 
 from qatpack.checkpoint.source import resolve_source
+from qatpack.demo import rerounded
 from qatpack.repack.job import repack
 from qatpack.repack.plan import Options as RepackOptions
 from qatpack.verify.job import Options, open_reference, verify

@@ -12,6 +12,7 @@ from verify_builds import DEMO, DTYPES, read_arrays
 
 from qatpack.checkpoint.errors import CheckpointError
 from qatpack.checkpoint.source import resolve_source
+from qatpack.demo import rerounded
 from qatpack.repack.job import repack
 from qatpack.repack.packing import unpack
 from qatpack.repack.plan import Options as RepackOptions
@@ -218,7 +219,6 @@ def test_a_base_model_is_on_no_grid(two, tmp_path):
         for n, a in tiny.tensors(1).items()
     }
     base = tiny.write(tmp_path / "base", arrays)
-    import rerounded
 
     build = rerounded.export(base, tmp_path / "awq", head=False)
     edit = read_arrays(build)

@@ -2,10 +2,12 @@
 
 The observer is llm-compressor's `memoryless_minmax`: the largest magnitude of a group, divided by
 (7 + 8) / 2 in the weights' own dtype, bfloat16; then compressed-tensors' `quantize`, round and
-clip of bf16(value / scale). `test_conformance` holds it against compressed-tensors itself.
+clip of bf16(value / scale). The tests hold it against compressed-tensors itself. For comparison
+only: it is what qatpack exists to avoid.
 """
 
-import json
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 
@@ -13,17 +15,18 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from qatpack.checkpoint.folder import Checkpoint
-from qatpack.checkpoint.reader import TensorReader
-from qatpack.repack.config import output_config
-from qatpack.repack.layout import Role, dense_linears, read_layout
-from qatpack.repack.packing import pack
+from ..checkpoint.folder import INDEX_NAME, Checkpoint
+from ..checkpoint.output import write_json
+from ..checkpoint.reader import TensorReader
+from ..repack.config import output_config
+from ..repack.layout import Role, dense_linears, read_layout
+from ..repack.packing import pack
 
 BF16 = ml_dtypes.bfloat16
 GROUP = 32
 
 
-def reround(w):
+def reround(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`w: bf16[out, in]` to (levels int8[out, in], scale bf16[out, in/32])."""
     groups = w.reshape(w.shape[0], -1, GROUP)
     scale = (np.abs(groups).max(-1).astype(np.float32) / np.float32(7.5)).astype(BF16)
@@ -33,7 +36,7 @@ def reround(w):
     return levels.reshape(w.shape), scale
 
 
-def packed_tensors(module, levels, scale):
+def packed_tensors(module: str, levels: np.ndarray, scale: np.ndarray) -> dict[str, np.ndarray]:
     """The three tensors of a packed module, by name."""
     return {
         f"{module}.weight_packed": pack(levels),
@@ -42,12 +45,14 @@ def packed_tensors(module, levels, scale):
     }
 
 
-def export(source, out, *, head=True):
-    """Write `out`, the re-rounded build of a checkpoint folder; with `head`, a copy of the
-    embedding as lm_head, as Google's has."""
-    source, out = Path(source), Path(out)
+def export(source: Path, out: Path, *, head: bool = True) -> Path:
+    """Write `out`, the re-rounded build of a small checkpoint folder, and return it.
+
+    With `head` it has a copy of the embedding as lm_head, as Google's export has.
+    """
     layout = read_layout(Checkpoint.open(source))
-    arrays, dense = {}, []
+    arrays: dict[str, np.ndarray] = {}
+    dense: list[str] = []
     with TensorReader() as reader:
         for tensor in layout.checkpoint.tensors.values():
             if layout.roles[tensor.name] is Role.LINEAR:
@@ -60,9 +65,9 @@ def export(source, out, *, head=True):
         arrays["lm_head.weight"] = arrays[f"{layout.prefix}embed_tokens.weight"]
     out.mkdir(parents=True)
     for path in source.iterdir():
-        if path.suffix != ".safetensors" and path.name != "model.safetensors.index.json":
+        if path.suffix != ".safetensors" and path.name != INDEX_NAME:
             shutil.copy(path, out)
     save_file(arrays, out / "model.safetensors", {"format": "pt"})
     config = output_config(layout.checkpoint.config, dense_linears(layout, dense))
-    (out / "config.json").write_text(json.dumps(config, indent=2))
+    write_json(out / "config.json", config)
     return out

@@ -1,0 +1,72 @@
+"""The report folder: evaluation.md and its plots, ready for a model card, and the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.errors import OutputError
+from ..checkpoint.output import write_file, write_json
+from ..verify.tables import markdown
+from .evaluation import FILE_NAME as FIGURES
+from .plots import write_plots
+from .table import findings, notes, rows
+
+FILE_NAME = "evaluation.md"
+CAPTIONS = {
+    "kl.png": "Divergence of each position",
+    "kl_by_position.png": "Mean divergence by place in the window",
+    "levels.png": "Level of the stored step on which a group's largest weight falls",
+    "speed.png": "Steady decode",
+}
+
+
+def write_report(evaluation: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write evaluation.md, evaluation.json and, with matplotlib, PNG plots; returns the paths.
+
+    Takes the JSON form, so that a report can be made anew from evaluation.json. Raises
+    `OutputError` where the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plots = write_plots(evaluation, folder)
+        path = folder / FILE_NAME
+        write_file(path, markdown_text(evaluation, [p.name for p in plots]).encode())
+        write_json(folder / FIGURES, evaluation)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written ({error.strerror}).") from error
+    return [path, folder / FIGURES, *plots]
+
+
+def markdown_text(evaluation: Mapping[str, Any], plots: list[str]) -> str:
+    """The whole page; `plots` are files beside it."""
+    reference = evaluation["reference"]
+    commit = f" at `{reference['commit']}`" if reference["commit"] else ""
+    pieces = [
+        f"# Evaluation against {reference['name']}{commit}",
+        markdown(rows(evaluation, evaluation["builds"])),
+        "\n".join(f"- {line}" for line in findings(evaluation)),
+        "\n".join(f"- {line}" for line in notes(evaluation)),
+        "\n".join(f"- warning: {line}" for line in evaluation["warnings"]),
+        _answers(evaluation),
+        "\n\n".join(f"![{CAPTIONS[name]}]({name})" for name in plots),
+    ]
+    return "\n\n".join(piece for piece in pieces if piece) + "\n"
+
+
+def _answers(evaluation: Mapping[str, Any]) -> str:
+    """What reference and builds wrote."""
+    own = evaluation["reference_results"]["greedy"]
+    if own is None:
+        return ""
+    said = [("reference", own["text"])]
+    said += [(build["name"], build["greedy"]["text"]) for build in evaluation["builds"]]
+    prompt = evaluation["conventions"]["prompt"]
+    quoted = [f"**{name}**\n\n{_block(text)}" for name, text in said]
+    return "\n\n".join([f"## Greedy answers to {prompt!r}", *quoted])
+
+
+def _block(text: str) -> str:
+    """Indented: the text may hold anything, fences too."""
+    return "\n".join(f"    {line}" for line in text.splitlines()) or "    "
