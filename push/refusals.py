@@ -70,6 +70,14 @@ MESSAGES = {
         "{endpoint} cannot be reached: check the network, proxy and HF_ENDPOINT, then run this"
         " again; files that have arrived are not sent twice"
     ),
+    "XetAuthenticationError": (
+        "the storage of {endpoint} refused your token for {id}: give it write access at"
+        " {endpoint}/settings/tokens, then run `hf auth login` and this again"
+    ),
+    "XetError": (
+        "the storage of {endpoint} did not take the files ({error}): run this again, what has"
+        " arrived is not sent twice; HF_HUB_DISABLE_XET=1 sends them over LFS instead"
+    ),
     "ValueError": "{id}: {error}",
 }
 """By the class of an error, or one of its bases, and HTTP status."""

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 from verify_builds import read_arrays
 
+from qatpack.checkpoint.hashing import hash_file
 from qatpack.checkpoint.source import resolve_source
 from qatpack.cli import main
 from qatpack.repack.job import repack
@@ -105,7 +106,10 @@ def test_json_is_stable(folders, source):
         "good": True,
     }
     assert report["passed"] is True
-    assert report["build"] == {"name": "exact", "id": None, "commit": None}
+    digest = hash_file(folders / "exact" / "repack_report.json")
+    assert report["build"] == {
+        "name": "exact", "id": None, "commit": None, "manifest_sha256": digest,
+    }  # fmt: skip
     total = report["fidelity"]["total"]
     assert total["identical_share"] == 1.0
     assert total["relative_error"] == 0.0

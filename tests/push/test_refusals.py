@@ -165,6 +165,15 @@ def test_final_answers_are_not_tried_again(push, hub, waits, status):
     assert waits == []
 
 
+def test_a_hub_without_xet(push, hub, client):
+    """The client takes Xet wherever hf_xet is installed; the way out is named."""
+    pytest.importorskip("hf_xet")
+    client.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    result = push(code=1)
+    assert hub.asked(rf"GET /api/models/{REPO}/xet-write-token/.*") >= 1
+    assert "HF_HUB_DISABLE_XET=1 sends them over LFS instead" in result.stderr
+
+
 def test_metadata_that_the_hub_refuses(push, hub, build):
     card = (build / "ORIGINAL_README.md").read_text()
     manifest = json.loads((build / "repack_report.json").read_text())
