@@ -29,7 +29,9 @@ class _Commands(click.Group):
                 raise
             raise click.ClickException(one_line(str(error))) from error
         except KeyboardInterrupt:
-            raise click.ClickException("interrupted; a repack can go on with --resume.") from None
+            raise click.ClickException(
+                "interrupted; a repack goes on with --resume, an evaluation where it stopped."
+            ) from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
         except OSError as error:

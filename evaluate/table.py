@@ -145,7 +145,8 @@ def findings(evaluation: Values) -> list[str]:
             *([_parted(build["greedy"])] if build["greedy"] else []),
             *_ratios(build["speed"], "the reference"),
         ]
-        found.append(f"{build['name']}: {'; '.join(said)}.")
+        if said:
+            found.append(f"{build['name']}: {'; '.join(said)}.")
     return found + [s for pair in evaluation["comparisons"] if (s := _pair(pair))]
 
 
