@@ -28,7 +28,7 @@ def rows(evaluation: Values, builds: Sequence[Values]) -> list[Row]:
         ("", "reference", *(_short(b["name"]) for b in builds)),
         ("scales", own["dtype"], *(", ".join(b["scale_dtypes"]) or "-" for b in builds)),
         ("disk", *(size(m["disk_bytes"]) for m in (own, *builds))),
-        ("weights on the device", *(_size(m["weight_bytes"]) for m in (own, *builds))),
+        ("weights loaded", *(_size(m["weight_bytes"]) for m in (own, *builds))),
     ]
     sections: dict[str, Callable[[Values, Sequence[Values]], list[Row]]] = {
         "grid": _grid, "kl": _divergence, "greedy": _greedy, "speed": _speed,
@@ -52,7 +52,8 @@ def _divergence(own: Values, builds: Sequence[Values]) -> list[Row]:
     return [
         ("mean KL, nats", nats(own["self_check"]["mean"]), *(nats(d["mean"]) for d in found)),
         ("  standard error", "", *(nats(d["standard_error"]) for d in found)),
-        ("  99 % / max", "", *(f"{nats(d['p99'])} / {nats(d['max'])}" for d in found)),
+        ("  99 % below", "", *(nats(d["p99"]) for d in found)),
+        ("  largest", nats(own["self_check"]["max"]), *(nats(d["max"]) for d in found)),
         ("same top token", "-", *(_share(d["same_top"]) for d in found)),
         ("perplexity", _digits(own["perplexity"]), *(_digits(d["perplexity"]) for d in found)),
         ("  ratio", "-", *(f"{d['perplexity_ratio']:.4f}" for d in found)),
@@ -79,6 +80,26 @@ def _speed(own: Values, builds: Sequence[Values]) -> list[Row]:
     found.append(("  first token, ms", *(_digits(run["ttft_ms"]) for run in runs)))
     if any(run["bandwidth_share"] is not None for run in runs):
         found.append(("  of the bandwidth", *(_share(run["bandwidth_share"]) for run in runs)))
+    return found
+
+
+def speed_rows(evaluation: Values) -> list[Row]:
+    """Every figure of the speed part, a line for each model and batch size."""
+    found: list[Row] = [
+        ("", "batch", "load, s", "prefill, ms", "first token, ms", "tokens/s", "min..max",
+         "read a step", "of the bandwidth", "device memory")
+    ]  # fmt: skip
+    models = [("reference", evaluation["reference_results"]["speed"])]
+    models += [(build["name"], build["speed"]) for build in evaluation["builds"]]
+    for name, runs in models:
+        for run in runs:
+            rate = run["tokens_per_second"]
+            found.append((
+                name, str(run["batch"]), _digits(run["load_s"]), _digits(run["prefill_ms"]),
+                _digits(run["ttft_ms"]), _digits(rate["median"]),
+                f"{_digits(rate['min'])}..{_digits(rate['max'])}", size(run["bytes_per_step"]),
+                _share(run["bandwidth_share"]), _size(run["device_bytes"]),
+            ))  # fmt: skip
     return found
 
 
@@ -199,7 +220,7 @@ def _size(nbytes: int | None) -> str:
     return size(nbytes) if nbytes else "-"
 
 
-def _short(name: str, room: int = 15) -> str:
+def _short(name: str, room: int = 14) -> str:
     """A name's last part, cut in the middle where it is long."""
     name = name.rpartition("/")[2]
     half = room // 2 - 1

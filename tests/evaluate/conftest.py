@@ -73,5 +73,5 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def evaluation(small: Path, builds: dict[str, Path], cache: Path) -> Evaluation:
     """Two builds, all parts, in small."""
-    named = [(name, resolve_source(builds[name])) for name in ("bfloat16", "float32")]
+    named = [(name, resolve_source(builds[name])) for name in ("rerounded", "bfloat16")]
     return evaluate(resolve_source(small), named, Options(**FAST, cache=cache))

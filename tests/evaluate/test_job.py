@@ -31,19 +31,22 @@ def run(reference: Path, *folders: Path, **options: Any) -> Evaluation:
     return evaluate(resolve_source(reference), named, Options(**options))
 
 
-def test_identical_weights_have_no_divergence_and_the_same_answer(evaluation: Evaluation) -> None:
+def test_the_parts_agree_with_each_other(evaluation: Evaluation) -> None:
     assert evaluation.repeatable
-    near, exact = evaluation.builds
+    far, near = evaluation.builds
+    assert far.divergence is not None
     assert near.divergence is not None
-    assert exact.divergence is not None
-    assert exact.divergence["mean"] == exact.divergence["max"] == 0
-    assert exact.divergence["same_top"] == exact.divergence["perplexity_ratio"] == 1
-    assert 0 < near.divergence["mean"] < 0.01
-    assert exact.greedy is not None
-    assert exact.greedy["equal"] == exact.greedy["equal_before"] == FAST["tokens"]
-    assert exact.greedy["first_difference"] is None
-    assert exact.grid is not None
-    assert exact.grid["verdict"]["kind"] == "exact"
+    assert 0 < near.divergence["mean"] < far.divergence["mean"] < 1
+    assert near.divergence["positions"] == 2 * 32
+    for outcome in evaluation.builds:
+        said = outcome.greedy
+        assert said is not None
+        assert said["tokens"] == len(said["ids"]) == FAST["tokens"]
+        assert (said["margin"] is None) == (said["first_difference"] is None)
+        assert said["equal_before"] <= said["equal"] <= said["tokens"]
+        assert said["reference_text"] == (evaluation.reference.greedy or {})["text"]
+    assert near.grid is not None
+    assert near.grid["verdict"]["kind"] == "trained grid"
 
 
 def test_the_json_says_how_it_was_measured_and_nothing_of_this_disk(
@@ -63,16 +66,17 @@ def test_the_json_says_how_it_was_measured_and_nothing_of_this_disk(
     assert value["machine"]["bandwidth"] is None
     assert set(value["reference"]["sha256"]) == {"config.json", "model.safetensors"}
     (pair,) = value["comparisons"]
-    assert pair["b_closer"] + pair["equal"] == 1  # float32 is exact
-    assert pair["mean_ratio"] == 0
-    only = evaluation.to_json(only="float32")
-    assert [b["name"] for b in only["builds"]] == ["float32"]
+    assert (pair["a"], pair["b"]) == ("rerounded", "bfloat16")
+    assert pair["b_closer"] > 0.9
+    assert 0 < pair["mean_ratio"] < 0.5
+    only = evaluation.to_json(only="bfloat16")
+    assert [b["name"] for b in only["builds"]] == ["bfloat16"]
     assert only["comparisons"] == []
 
 
 def test_speed_is_measured_there_and_back(evaluation: Evaluation) -> None:
     for outcome in (evaluation.reference, *evaluation.builds):
-        assert [run["batch"] for run in outcome.speed] == [1, 2]
+        assert [run["batch"] for run in outcome.speed] == [1]
         for run in outcome.speed:
             rate = run["tokens_per_second"]
             assert run["repeats"] == 2 * FAST["repeats"]
@@ -100,11 +104,13 @@ def test_kept_states_serve_again_and_a_new_build_runs_alone(
     monkeypatch.setattr(subjects, "load", recorded)
     again = run(small, builds["bfloat16"], **KL, cache=cache)
     assert loads == []
-    assert again.builds[0].divergence == evaluation.builds[0].divergence
-    new = run(small, builds["rerounded"], **KL, cache=cache)
-    assert loads == ["rerounded"]
-    assert new.builds[0].divergence is not None
-    assert new.builds[0].divergence["mean"] > again.builds[0].divergence["mean"]
+    assert again.builds[0].divergence == evaluation.builds[1].divergence
+    new = run(small, builds["float32"], **KL, cache=cache)
+    assert loads == ["float32"]
+    exact = new.builds[0].divergence
+    assert exact is not None
+    assert exact["mean"] == exact["max"] == 0  # identical weights
+    assert exact["same_top"] == exact["perplexity_ratio"] == 1
     assert new.builds[0].grid is None
     assert new.reference.greedy is None
 
@@ -123,7 +129,7 @@ def test_one_model_on_the_device_at_a_time(
 
     monkeypatch.setattr(subjects, "load", recorded)
     parts = ("kl", "greedy", "speed")
-    run(small, builds["float32"], **{**FAST, "parts": parts}, cache=tmp_path)
+    run(small, builds["bfloat16"], **{**FAST, "parts": parts}, cache=tmp_path)
     assert len(sizes) == 5  # exact: reference, build; fast: reference, build, reference
     assert max(held) < 0.02 * min(sizes)
     assert live() - before < 0.02 * min(sizes)
@@ -189,7 +195,7 @@ def test_builds_that_mean_something_else_by_their_weights(
 def test_a_build_with_a_broken_module(small: Path, edited: Edited, tmp_path: Path) -> None:
     module = "model.language_model.layers.1.mlp.down_proj"
     broken = edited("bfloat16", lambda arrays: arrays.pop(f"{module}.weight_scale"))
-    with pytest.raises(ModelError, match=r"cannot be run: .*down_proj: weight_scale missing"):
+    with pytest.raises(ModelError, match=r"cannot be run: .*down_proj.weight_scale missing"):
         run(small, broken, **KL, cache=tmp_path)
 
 
@@ -229,8 +235,8 @@ def test_references_that_cannot_be_used(
 def test_each_build_gets_its_own_file(evaluation: Evaluation, builds: dict[str, Path]) -> None:
     paths = write_evaluations(evaluation)
     try:
-        assert [p.parent for p in paths] == [builds["bfloat16"], builds["float32"]]
-        value = json.loads(paths[0].read_text())
+        assert [p.parent for p in paths] == [builds["rerounded"], builds["bfloat16"]]
+        value = json.loads(paths[1].read_text())
         assert value == evaluation.to_json(only="bfloat16")
     finally:
         for path in paths:
