@@ -61,10 +61,8 @@ def _divergence(own: Values, builds: Sequence[Values]) -> list[Row]:
 
 
 def _greedy(own: Values, builds: Sequence[Values]) -> list[Row]:
-    of = lambda g: f"{g['equal_before']} of {g['tokens']}"  # noqa: E731
-    return [
-        ("greedy, equal so far", of(own["greedy"]["floor"]), *(of(b["greedy"]) for b in builds))
-    ]
+    found = [own["greedy"]["floor"], *(b["greedy"] for b in builds)]
+    return [("greedy, equal", *(f"{g['equal_before']} of {g['tokens']}" for g in found))]
 
 
 def _speed(own: Values, builds: Sequence[Values]) -> list[Row]:
@@ -187,16 +185,22 @@ def _ratios(speed: Sequence[Values], than: str) -> list[str]:
 
 
 def _pair(pair: Values) -> str | None:
-    said: list[str] = []
+    a, b, said = pair["a"], pair["b"], list[str]()
     if pair["a_closer"] is not None:
-        ratio = pair["mean_ratio"]
-        times = f", mean KL {ratio:.3g} times as large" if ratio is not None else ""
         said.append(
-            f"at {_share(pair['a_closer'])} of positions {pair['a']} is closer to the reference, "
-            f"at {_share(pair['b_closer'])} {pair['b']}{times}"
+            f"closer to the reference at {_share(pair['b_closer'])} of positions, farther at "
+            f"{_share(pair['a_closer'])}{_times(pair['mean_ratio'])}"
         )
-    said += _ratios(pair["speed"], pair["a"])
-    return f"{pair['b']} against {pair['a']}: {'; '.join(said)}." if said else None
+    said += _ratios(pair["speed"], a)
+    return f"{b} against {a}: {'; '.join(said)}." if said else None
+
+
+def _times(ratio: float | None) -> str:
+    """How the mean divergences relate; nothing where one of them is 0."""
+    if not ratio:
+        return ""
+    factor, word = (ratio, "larger") if ratio > 1 else (1 / ratio, "smaller")
+    return f", mean KL {factor:.3g} times {word}"
 
 
 def nats(value: float) -> str:
