@@ -69,7 +69,13 @@ class _Batches(click.ParamType):
     "chunks whose first token BOS replaces, the second half scored.",
 )
 @click.option("--chat", is_flag=True, help="Frame the text as the model's turn (needs jinja2).")
-@click.option("--windows", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--windows",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="How many are scored, from the start of the text.",
+)
 @click.option(
     "--length",
     type=click.IntRange(8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import numpy as np
 
 from ..checkpoint.errors import ModelError
 
+# On a CPU XLA starts whatever is ready, and every packed weight is ready to be decoded at once:
+# 4 GB of temporaries for E2B, where this takes one after another.
+_LEAN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 AXIS = "model"  # the one mesh axis: weights and heads are cut along it
 
 
@@ -46,3 +50,15 @@ def pick_mesh(nbytes: int, count: int | None = None) -> jax.sharding.Mesh | None
     if count == 1:
         return None
     return jax.sharding.Mesh(np.array(devices[:count]), (AXIS,))
+
+
+@functools.cache
+def lean_options() -> dict[str, str]:
+    """Options for `jax.jit` that keep temporaries few; {} where not needed, or not known."""
+    if jax.default_backend() != "cpu":
+        return {}
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=_LEAN)(0)
+    except jax.errors.JaxRuntimeError:  # a JAX that does not know the option
+        return {}
+    return _LEAN

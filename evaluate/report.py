@@ -11,7 +11,7 @@ from ..checkpoint.output import write_file, write_json
 from ..verify.tables import markdown
 from .evaluation import FILE_NAME as FIGURES
 from .plots import write_plots
-from .table import findings, notes, rows
+from .table import findings, notes, rows, speed_rows
 
 FILE_NAME = "evaluation.md"
 CAPTIONS = {
@@ -49,6 +49,7 @@ def markdown_text(evaluation: Mapping[str, Any], plots: list[str]) -> str:
         "\n".join(f"- {line}" for line in findings(evaluation)),
         "\n".join(f"- {line}" for line in notes(evaluation)),
         "\n".join(f"- warning: {line}" for line in evaluation["warnings"]),
+        markdown(speed_rows(evaluation)) if "speed" in evaluation["parts"] else "",
         _answers(evaluation),
         "\n\n".join(f"![{CAPTIONS[name]}]({name})" for name in plots),
     ]

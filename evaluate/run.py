@@ -105,7 +105,7 @@ def _outcomes(
     for index, subject in enumerate(job.subjects):
         build = index - 1
         own = visits[index]
-        weight_bytes = exact[index].weight_bytes or (own[0].weight_bytes if own else None)
+        weight_bytes = own[0].weight_bytes if own else exact[index].weight_bytes
         yield Outcome(
             subject=subject,
             sha256=job.sha256[index] if "kl" in parts else None,

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint.output import write_file, write_json
+from .devices import lean_options
 from .gemma4 import model
 from .gemma4.config import Config
 from .gemma4.load import Model
@@ -93,10 +94,14 @@ def code_version() -> str:
 
 def run_window(loaded: Model, tokens: np.ndarray) -> np.ndarray:
     """Final hidden states [length, hidden] of one window, int32[length]."""
-    return np.asarray(_forward(loaded.weights, jnp.asarray(tokens)[None], config=loaded.config))
+    run = _compiled(loaded.config)
+    return np.asarray(run(loaded.weights, jnp.asarray(tokens)[None]))
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _forward(weights: model.Weights, tokens: jax.Array, *, config: Config) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model.forward(weights, tokens, positions, config=config)[0][0]
+@functools.cache
+def _compiled(config: Config) -> Callable[[model.Weights, jax.Array], jax.Array]:
+    def forward(weights: model.Weights, tokens: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return model.forward(weights, tokens, positions, config=config)[0][0]
+
+    return jax.jit(forward, compiler_options=lean_options())

@@ -28,7 +28,7 @@ def rows(evaluation: Values, builds: Sequence[Values]) -> list[Row]:
         ("", "reference", *(_short(b["name"]) for b in builds)),
         ("scales", own["dtype"], *(", ".join(b["scale_dtypes"]) or "-" for b in builds)),
         ("disk", *(size(m["disk_bytes"]) for m in (own, *builds))),
-        ("weights on the device", *(_size(m["weight_bytes"]) for m in (own, *builds))),
+        ("weights loaded", *(_size(m["weight_bytes"]) for m in (own, *builds))),
     ]
     sections: dict[str, Callable[[Values, Sequence[Values]], list[Row]]] = {
         "grid": _grid, "kl": _divergence, "greedy": _greedy, "speed": _speed,
@@ -52,7 +52,8 @@ def _divergence(own: Values, builds: Sequence[Values]) -> list[Row]:
     return [
         ("mean KL, nats", nats(own["self_check"]["mean"]), *(nats(d["mean"]) for d in found)),
         ("  standard error", "", *(nats(d["standard_error"]) for d in found)),
-        ("  99 % / max", "", *(f"{nats(d['p99'])} / {nats(d['max'])}" for d in found)),
+        ("  99 % below", "", *(nats(d["p99"]) for d in found)),
+        ("  largest", nats(own["self_check"]["max"]), *(nats(d["max"]) for d in found)),
         ("same top token", "-", *(_share(d["same_top"]) for d in found)),
         ("perplexity", _digits(own["perplexity"]), *(_digits(d["perplexity"]) for d in found)),
         ("  ratio", "-", *(f"{d['perplexity_ratio']:.4f}" for d in found)),
@@ -60,10 +61,8 @@ def _divergence(own: Values, builds: Sequence[Values]) -> list[Row]:
 
 
 def _greedy(own: Values, builds: Sequence[Values]) -> list[Row]:
-    of = lambda g: f"{g['equal_before']} of {g['tokens']}"  # noqa: E731
-    return [
-        ("greedy, equal so far", of(own["greedy"]["floor"]), *(of(b["greedy"]) for b in builds))
-    ]
+    found = [own["greedy"]["floor"], *(b["greedy"] for b in builds)]
+    return [("greedy, equal", *(f"{g['equal_before']} of {g['tokens']}" for g in found))]
 
 
 def _speed(own: Values, builds: Sequence[Values]) -> list[Row]:
@@ -79,6 +78,26 @@ def _speed(own: Values, builds: Sequence[Values]) -> list[Row]:
     found.append(("  first token, ms", *(_digits(run["ttft_ms"]) for run in runs)))
     if any(run["bandwidth_share"] is not None for run in runs):
         found.append(("  of the bandwidth", *(_share(run["bandwidth_share"]) for run in runs)))
+    return found
+
+
+def speed_rows(evaluation: Values) -> list[Row]:
+    """Every figure of the speed part, a line for each model and batch size."""
+    found: list[Row] = [
+        ("", "batch", "load, s", "prefill, ms", "first token, ms", "tokens/s", "min..max",
+         "read a step", "of the bandwidth", "device memory")
+    ]  # fmt: skip
+    models = [("reference", evaluation["reference_results"]["speed"])]
+    models += [(build["name"], build["speed"]) for build in evaluation["builds"]]
+    for name, runs in models:
+        for run in runs:
+            rate = run["tokens_per_second"]
+            found.append((
+                name, str(run["batch"]), _digits(run["load_s"]), _digits(run["prefill_ms"]),
+                _digits(run["ttft_ms"]), _digits(rate["median"]),
+                f"{_digits(rate['min'])}..{_digits(rate['max'])}", size(run["bytes_per_step"]),
+                _share(run["bandwidth_share"]), _size(run["device_bytes"]),
+            ))  # fmt: skip
     return found
 
 
@@ -145,7 +164,8 @@ def findings(evaluation: Values) -> list[str]:
             *([_parted(build["greedy"])] if build["greedy"] else []),
             *_ratios(build["speed"], "the reference"),
         ]
-        found.append(f"{build['name']}: {'; '.join(said)}.")
+        if said:
+            found.append(f"{build['name']}: {'; '.join(said)}.")
     return found + [s for pair in evaluation["comparisons"] if (s := _pair(pair))]
 
 
@@ -165,16 +185,22 @@ def _ratios(speed: Sequence[Values], than: str) -> list[str]:
 
 
 def _pair(pair: Values) -> str | None:
-    said: list[str] = []
+    a, b, said = pair["a"], pair["b"], list[str]()
     if pair["a_closer"] is not None:
-        ratio = pair["mean_ratio"]
-        times = f", mean KL {ratio:.3g} times as large" if ratio is not None else ""
         said.append(
-            f"at {_share(pair['a_closer'])} of positions {pair['a']} is closer to the reference, "
-            f"at {_share(pair['b_closer'])} {pair['b']}{times}"
+            f"closer to the reference at {_share(pair['b_closer'])} of positions, farther at "
+            f"{_share(pair['a_closer'])}{_times(pair['mean_ratio'])}"
         )
-    said += _ratios(pair["speed"], pair["a"])
-    return f"{pair['b']} against {pair['a']}: {'; '.join(said)}." if said else None
+    said += _ratios(pair["speed"], a)
+    return f"{b} against {a}: {'; '.join(said)}." if said else None
+
+
+def _times(ratio: float | None) -> str:
+    """How the mean divergences relate; nothing where one of them is 0."""
+    if not ratio:
+        return ""
+    factor, word = (ratio, "larger") if ratio > 1 else (1 / ratio, "smaller")
+    return f", mean KL {factor:.3g} times {word}"
 
 
 def nats(value: float) -> str:
@@ -198,7 +224,7 @@ def _size(nbytes: int | None) -> str:
     return size(nbytes) if nbytes else "-"
 
 
-def _short(name: str, room: int = 15) -> str:
+def _short(name: str, room: int = 14) -> str:
     """A name's last part, cut in the middle where it is long."""
     name = name.rpartition("/")[2]
     half = room // 2 - 1
