@@ -120,7 +120,8 @@ def _leaf(source: _Source, shapes: dict[str, tuple[int, ...]], name: str) -> Any
         return packed
     cut = source.mesh is not None and cut_axis(name, source.config, source.mesh.size) == 1
     shards = source.mesh.size if source.mesh is not None and cut else 1
-    return prepare(packed, source.decode, platform=jax.default_backend(), shards=shards)
+    laid = prepare(packed, source.decode, platform=jax.default_backend(), shards=shards)
+    return jax.block_until_ready(laid)  # before the next is read: its words leave the memory
 
 
 def _nbytes(x: jax.Array) -> int:

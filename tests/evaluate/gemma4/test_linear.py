@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qatpack.evaluate.gemma4.lanes import to_lanes
+from qatpack.evaluate.gemma4.lanes import CUTS, PIECE, piece_width, times_lanes, to_lanes
 from qatpack.evaluate.gemma4.linear import product, rows
 from qatpack.evaluate.gemma4.packed import Words, decode, to_levels
 from qatpack.repack import packing
@@ -70,6 +70,28 @@ def test_group_sums_are_the_float64_product(
         found = np.asarray(run(x, laid, dtype=jnp.float32))
         expected = np.asarray(x, np.float64) @ exact.T
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+def test_lanes_keep_one_loop_over_packed_words() -> None:
+    """No nibble is written out: the temporaries are far below the weights as float32."""
+    words, _ = random_words(512, 1536)
+    program = jax.jit(times_lanes).lower(inputs(1, 1536), to_lanes(words)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * 4 * 512 * 1536
+
+
+def test_lanes_do_not_hide_a_damaged_weight() -> None:
+    words, _ = random_words(16, 64)
+    broken = Words(words.words, words.scale.at[3, 1].set(jnp.nan))
+    found = np.asarray(times_lanes(inputs(1, 64), to_lanes(broken)))
+    np.testing.assert_array_equal(np.isnan(found[0]), np.arange(16) == 3)
+
+
+@pytest.mark.parametrize("out", [6144, 1536, 8960, 256, 97, 24])
+def test_pieces_of_lanes_fit_a_cache_and_a_mesh(out: int) -> None:
+    wide = piece_width(out, 192)
+    assert out % wide == 0
+    assert 4 * 192 * wide <= PIECE
+    assert out % CUTS or out // wide % CUTS == 0
 
 
 @pytest.mark.parametrize("layout", [to_levels, to_lanes])
