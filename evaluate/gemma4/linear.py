@@ -90,4 +90,19 @@ def rows(table: Array | Words, ids: Array, dtype: Any) -> Array:
     if isinstance(table, Words):
         take = lambda a: a.at[ids].get(mode="clip")  # noqa: E731
         return packed.decode(Words(take(table.words), take(table.scale))).astype(dtype)
-    return table.at[ids].get(mode="clip").astype(dtype)
+    taken = lax.platform_dependent(table, ids, cpu=_bits_of_rows, default=_rows)
+    return taken.astype(dtype)
+
+
+def _rows(table: Array, ids: Array) -> Array:
+    return table.at[ids].get(mode="clip")
+
+
+def _bits_of_rows(table: Array, ids: Array) -> Array:
+    """XLA on a CPU takes rows of a bf16 table from a float32 copy of it, and then reads that copy
+    for the tied head as well: three times the bytes. Rows of integers are taken as they are."""
+    if table.dtype != jnp.bfloat16:
+        return _rows(table, ids)
+    return lax.bitcast_convert_type(
+        _rows(lax.bitcast_convert_type(table, jnp.uint16), ids), jnp.bfloat16
+    )

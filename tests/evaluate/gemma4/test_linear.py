@@ -117,3 +117,14 @@ def test_rows_of_dense_and_packed_tables() -> None:
     for table in (words, jnp.asarray(dense)):
         found = np.asarray(jax.jit(rows, static_argnames="dtype")(table, ids, dtype=jnp.bfloat16))
         np.testing.assert_array_equal(found, dense[np.asarray(ids)])
+
+
+def test_a_tied_table_is_not_copied() -> None:
+    """Rows of it and a product with it in one program, as in a step."""
+    table = jnp.ones((2048, 256), jnp.bfloat16)
+
+    def step(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return product(rows(table, ids, jnp.bfloat16), table)
+
+    program = jax.jit(step).lower(table, jnp.array([3])).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * table.nbytes
