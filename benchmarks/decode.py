@@ -35,7 +35,7 @@ from qatpack.evaluate.gemma4.load import Model, load
 PATHS = ("bf16", "exact", "fast")
 BATCHES = (1, 4, 8)
 MEMORY_BOUND = 0.6  # share of the bandwidth from which on the memory bounds a step
-BUSY = 0.8  # share of the cores from which on arithmetic does
+BUSY = 0.8  # share of the cores from which on they do, be it arithmetic or reads short of the peak
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def bound(share: float, cores: float) -> str:
     if jax.default_backend() != "cpu":
         return "not memory"
     busy = cores / len(os.sched_getaffinity(0))
-    return "arithmetic" if busy >= BUSY else "gaps between operations"
+    return "cores" if busy >= BUSY else "gaps between operations"
 
 
 def measure(
@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if args.repeats < 1 or args.tokens < 2:
+        parser.error("--repeats below 1 or --tokens below 2 measure nothing")
     use_compile_cache()
     folders = {"bf16": args.reference, "exact": args.build, "fast": args.build}
     models = {p: load(folders[p], decode="fast" if p == "fast" else "exact") for p in args.paths}

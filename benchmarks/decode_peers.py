@@ -192,6 +192,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         return serve(args)
+    if args.repeats < 1:
+        parser.error("--repeats 0 measures nothing; give 1 or more")
     rates, last = compare(args)
     print(f"{'engine':28} {'tokens/s':>9} {'min':>7} {'max':>7} {'as ours':>8}", file=sys.stderr)
     for name, found in rates.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import shutil
 import weakref
 from pathlib import Path
@@ -210,7 +209,6 @@ def test_the_host_holds_one_linear_beside_the_device(
     original = TensorReader.read
 
     def read(self: TensorReader, info: TensorInfo) -> np.ndarray:
-        gc.collect()
         module = info.name.rpartition(".")[0]
         left.append([n for n, b in buffers if b() is not None and n.rpartition(".")[0] != module])
         array = root = original(self, info)
