@@ -195,14 +195,10 @@ def main() -> None:
     if args.repeats < 1:
         parser.error("--repeats 0 measures nothing; give 1 or more")
     rates, last = compare(args)
-    print(f"{'engine':28} {'tokens/s':>9} {'min':>7} {'max':>7} {'as ours':>8}", file=sys.stderr)
+    print(f"{'engine':28} {'tokens/s':>9} {'min':>7} {'max':>7}", file=sys.stderr)
     for name, found in rates.items():
-        twin = last["ours " + ("4-bit" if "4-bit" in name else "bf16")]["tokens"]
-        same = next((i for i, (a, b) in enumerate(zip(twin, last[name]["tokens"], strict=False))
-                     if a != b), len(twin))  # fmt: skip
         print(
-            f"{name:28} {statistics.median(found):9.2f} {min(found):7.2f} {max(found):7.2f} "
-            f"{same:8}",
+            f"{name:28} {statistics.median(found):9.2f} {min(found):7.2f} {max(found):7.2f}",
             file=sys.stderr,
         )
     print(json.dumps({
