@@ -64,17 +64,14 @@ def _many(x: Array, weights: Array) -> Array:
 
 
 def _dense(x: Array, w: Array) -> Array:
-    if len(x) > FEW_ROWS or w.dtype != jnp.bfloat16:
+    if len(x) > 1 or w.dtype != jnp.bfloat16:
         return dot("rk,nk->rn", x, w)
-    return lax.platform_dependent(x, w, cpu=_few_rows, default=functools.partial(dot, "rk,nk->rn"))
+    return lax.platform_dependent(x, w, cpu=_one_row, default=functools.partial(dot, "rk,nk->rn"))
 
 
-def _few_rows(x: Array, w: Array) -> Array:
-    """XLA's bf16 matmul on a CPU first copies w to float32; these sums read it once."""
-    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
-    if len(x) == 1:  # with an axis of one row between them the sum is 15 times slower
-        return jnp.sum(w * x, axis=1)[None]
-    return jnp.sum(w[:, None] * x, axis=2).T
+def _one_row(x: Array, w: Array) -> Array:
+    """XLA's bf16 matmul on a CPU first copies w to float32; this sum reads it once."""
+    return jnp.sum(w.astype(jnp.float32) * x.astype(jnp.float32), axis=1)[None]
 
 
 def dot(spec: str, a: Array, b: Array) -> Array:
@@ -101,4 +98,19 @@ def rows(table: Linear, ids: Array, dtype: Any) -> Array:
         case Lanes():
             return packed.decode(lanes.rows_of_lanes(table, ids)).astype(dtype)
         case _:
-            return table.at[ids].get(mode="clip").astype(dtype)
+            taken = lax.platform_dependent(table, ids, cpu=_bits_of_rows, default=_rows)
+            return taken.astype(dtype)
+
+
+def _rows(table: Array, ids: Array) -> Array:
+    return table.at[ids].get(mode="clip")
+
+
+def _bits_of_rows(table: Array, ids: Array) -> Array:
+    """XLA on a CPU takes rows of a bf16 table from a float32 copy of it, and then reads that copy
+    for the tied head as well: three times the bytes. Rows of integers are taken as they are."""
+    if table.dtype != jnp.bfloat16:
+        return _rows(table, ids)
+    return lax.bitcast_convert_type(
+        _rows(lax.bitcast_convert_type(table, jnp.uint16), ids), jnp.bfloat16
+    )

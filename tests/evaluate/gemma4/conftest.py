@@ -88,9 +88,11 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 @functools.cache
-def reference(name: str, dtype: torch.dtype = torch.float32) -> Reference:
+def reference(name: str, dtype: torch.dtype = torch.float32, tied: bool = True) -> Reference:
     """The reference of one member of the family, built once a session."""
     raw = shrunk(name)
+    if not tied:
+        raw["tie_word_embeddings"] = raw["text_config"]["tie_word_embeddings"] = False
     config = AutoConfig.for_model(**copy.deepcopy(raw["text_config"]))
     cls = Gemma4UnifiedForCausalLM if "unified" in raw["model_type"] else Gemma4ForCausalLM
     config._attn_implementation = "eager"

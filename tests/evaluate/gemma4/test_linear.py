@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qatpack.evaluate.gemma4.lanes import to_lanes
+from qatpack.evaluate.gemma4.lanes import CUTS, PIECE, piece_width, times_lanes, to_lanes
 from qatpack.evaluate.gemma4.linear import product, rows
 from qatpack.evaluate.gemma4.packed import Words, decode, to_levels
 from qatpack.repack import packing
@@ -72,6 +72,28 @@ def test_group_sums_are_the_float64_product(
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
+def test_lanes_keep_one_loop_over_packed_words() -> None:
+    """No nibble is written out: the temporaries are far below the weights as float32."""
+    words, _ = random_words(512, 1536)
+    program = jax.jit(times_lanes).lower(inputs(1, 1536), to_lanes(words)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * 4 * 512 * 1536
+
+
+def test_lanes_do_not_hide_a_damaged_weight() -> None:
+    words, _ = random_words(16, 64)
+    broken = Words(words.words, words.scale.at[3, 1].set(jnp.nan))
+    found = np.asarray(times_lanes(inputs(1, 64), to_lanes(broken)))
+    np.testing.assert_array_equal(np.isnan(found[0]), np.arange(16) == 3)
+
+
+@pytest.mark.parametrize("out", [6144, 1536, 8960, 256, 97, 24])
+def test_pieces_of_lanes_fit_a_cache_and_a_mesh(out: int) -> None:
+    wide = piece_width(out, 192)
+    assert out % wide == 0
+    assert 4 * 192 * wide <= PIECE
+    assert out % CUTS or out // wide % CUTS == 0
+
+
 @pytest.mark.parametrize("layout", [to_levels, to_lanes])
 def test_many_rows_scale_the_weights_first(layout: Any) -> None:
     words, dense = random_words(96, 512)
@@ -95,3 +117,14 @@ def test_rows_of_dense_and_packed_tables() -> None:
     for table in (words, jnp.asarray(dense)):
         found = np.asarray(jax.jit(rows, static_argnames="dtype")(table, ids, dtype=jnp.bfloat16))
         np.testing.assert_array_equal(found, dense[np.asarray(ids)])
+
+
+def test_a_tied_table_is_not_copied() -> None:
+    """Rows of it and a product with it in one program, as in a step."""
+    table = jnp.ones((2048, 256), jnp.bfloat16)
+
+    def step(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return product(rows(table, ids, jnp.bfloat16), table)
+
+    program = jax.jit(step).lower(table, jnp.array([3])).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * table.nbytes

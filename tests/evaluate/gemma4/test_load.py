@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 
 from qatpack.checkpoint.errors import CheckpointError, ModelError
+from qatpack.checkpoint.header import TensorInfo
+from qatpack.checkpoint.reader import TensorReader
 from qatpack.checkpoint.source import resolve_source
 from qatpack.evaluate.gemma4 import generate, model
 from qatpack.evaluate.gemma4.config import Config
@@ -192,6 +195,33 @@ def test_a_missing_scale_is_named(build: Path, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"missing: layers\.1\.mlp\.up_proj\.weight"):
         load(folder)
+
+
+@pytest.mark.parametrize(("decode", "dtype"), [("exact", jnp.float32), ("fast", None)])
+def test_the_host_holds_one_linear_beside_the_device(
+    build: Path, decode: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each read, nothing is left of what was read earlier and is on the device in another form:
+    dense weights cast to float32, packed linears laid out anew."""
+    suffix = ".weight" if dtype else ("_proj.weight_packed", "_proj.weight_scale")
+    buffers: list[tuple[str, weakref.ref[np.ndarray]]] = []
+    left: list[list[str]] = []
+    original = TensorReader.read
+
+    def read(self: TensorReader, info: TensorInfo) -> np.ndarray:
+        module = info.name.rpartition(".")[0]
+        left.append([n for n, b in buffers if b() is not None and n.rpartition(".")[0] != module])
+        array = root = original(self, info)
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if info.name.endswith(suffix):
+            buffers.append((info.name, weakref.ref(root)))
+        return array
+
+    monkeypatch.setattr(TensorReader, "read", read)
+    load(build, decode=decode, dtype=dtype)
+    assert len(buffers) > 50
+    assert not any(left), left
 
 
 def test_towers_and_tied_heads_are_never_read() -> None:

@@ -42,6 +42,14 @@ def test_logits_at_every_position(ref: Reference) -> None:
     np.testing.assert_allclose(ours, ref.logits(tokens), rtol=0, atol=ATOL)
 
 
+def test_a_head_of_its_own() -> None:
+    ref = reference("e2b", tied=False)
+    tokens = tokens_of(2, LENGTH)
+    assert not np.array_equal(ref.weights["lm_head"], ref.weights["embed_tokens"])
+    ours = our_logits(ref, tokens, positions_of(tokens))
+    np.testing.assert_allclose(ours, ref.logits(tokens), rtol=0, atol=ATOL)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_of_a_batch_changes_nothing(ref: Reference, side: str) -> None:
     """One row longer than the window of 8, one shorter, each against a run of its own."""

@@ -37,7 +37,7 @@ def test_eight_devices_equal_one() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["devices"] == 8
-    for form in ("dense", "words", "levels"):
+    for form in ("dense", "words", "levels", "lanes"):
         found = result[form]
         assert found["worst"] < 1e-4, form
         assert found["same_text"], form
@@ -52,6 +52,7 @@ def main() -> None:
     from qatpack.evaluate.devices import pick_mesh
     from qatpack.evaluate.gemma4 import generate, model
     from qatpack.evaluate.gemma4.config import read_config, tensor_shapes
+    from qatpack.evaluate.gemma4.lanes import to_lanes
     from qatpack.evaluate.gemma4.packed import Words, to_levels
     from qatpack.evaluate.gemma4.sharding import cut_axis, weight_sharding
     from qatpack.evaluate.gemma4.weights import assemble
@@ -80,7 +81,8 @@ def main() -> None:
             scale = np.full((out, width // 32), 0.2 * width**-0.5, np.float32)
             packed = Words(put(name, words[name]), put(name, scale))
             shards = 8 if sharded and cut_axis(name, config, 8) == 1 else 1
-            return packed if form == "words" else to_levels(packed, shards)
+            laid = {"levels": lambda: to_levels(packed, shards), "lanes": lambda: to_lanes(packed)}
+            return laid[form]() if form in laid else packed
 
         return assemble(config, leaf)
 
@@ -94,7 +96,7 @@ def main() -> None:
 
     run = jax.jit(whole)
     result: dict[str, Any] = {"devices": len(jax.devices())}
-    for form in ("dense", "words", "levels"):
+    for form in ("dense", "words", "levels", "lanes"):
         one, many = weights(form, False), weights(form, True)
         texts = [
             generate.generate(w, prompts, config=config, max_tokens=12)[0] for w in (one, many)
