@@ -71,6 +71,17 @@ class Module:
             )
         return self._keys[name]
 
+    def flops(self, op: Op, computation: Computation) -> float:
+        """Operations of the matmuls (convolutions, on a TPU) in an op, never too many."""
+        if op.kind == "fusion" and (name := op.called("calls")):
+            body = self.computations[name]
+            return sum(self.flops(o, body) for o in body.values())
+        labels = re.search(r"dim_labels=(\w+?)_", op.attributes)
+        if op.kind != "convolution" or not labels:
+            return 0
+        contracted = _dims(computation[op.operands[0]].shape)[labels[1].index("f")]
+        return 2 * math.prod(_dims(op.shape)) * contracted
+
     def hbm_bytes(self, op: Op, computation: Computation) -> float:
         """Bytes that a synchronous op reads from and writes to HBM."""
         read = sum(
@@ -170,6 +181,11 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return i
     raise ValueError(f"no closing bracket in {text[:80]!r}")
+
+
+def _dims(shape: str) -> list[int]:
+    found = _ARRAY.search(shape)
+    return [int(d) for d in found[2].split(",") if d] if found else []
 
 
 def _arrays(shape: str) -> Iterator[tuple[float, bool]]:

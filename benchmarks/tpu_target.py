@@ -34,7 +34,7 @@ from qatpack.evaluate.devices import AXIS
 from qatpack.evaluate.gemma4 import cache, generate
 from qatpack.evaluate.gemma4.config import Config, read_config, tensor_shapes
 from qatpack.evaluate.gemma4.linear import product
-from qatpack.evaluate.gemma4.packed import TILE, Levels
+from qatpack.evaluate.gemma4.packed import PER_WORD, TILE, Levels, Words
 from qatpack.evaluate.gemma4.sharding import (
     cache_sharding,
     cut_axis,
@@ -74,21 +74,34 @@ def mesh_of(chips: int) -> Mesh:
 def weights_of(
     config: Config, build: str, scale_dtype: Any, mesh: Mesh, *, head: str = "bf16"
 ) -> dict[str, Any]:
-    """The model's pytree as shapes with shardings."""
+    """The model's pytree as shapes with shardings.
+
+    `build` is bf16, w4a16 (the fast form) or words (the exact one); `head` bf16 or int4.
+    """
 
     head_name = "embed_tokens.weight" if config.tied else "lm_head.weight"
 
     def leaf(name: str) -> Any:
         shape = tensor_shapes(config)[name]
         linear = name.endswith("_proj.weight") or "per_layer_" in name
-        linear &= len(shape) == 2 and not name.startswith("embed") and build == "w4a16"
+        linear &= len(shape) == 2 and not name.startswith("embed")
         if name == head_name and head == "int4":
             return levels(name, *shape, jnp.float32)
-        if linear:
+        if linear and build == "w4a16":
             return levels(name, *shape, scale_dtype)
+        if linear and build == "words":
+            return words(name, *shape)
         dtype = jnp.float32 if is_inner_norm(name) else jnp.bfloat16
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=weight_sharding(mesh, name, shape, config)
+        )
+
+    def words(name: str, out: int, width: int) -> Words:
+        struct = lambda shape, dtype: jax.ShapeDtypeStruct(  # noqa: E731
+            shape, dtype, sharding=weight_sharding(mesh, name, shape, config)
+        )
+        return Words(
+            struct((out, width // PER_WORD), jnp.uint32), struct((out, width // GROUP), scale_dtype)
         )
 
     def levels(name: str, out: int, width: int, scale_dtype: Any) -> Levels:

@@ -34,7 +34,7 @@ class _Commands(click.Group):
             raise click.ClickException(one_line(str(error))) from error
         except KeyboardInterrupt:
             raise click.ClickException(
-                "interrupted; a repack goes on with --resume, a push or an evaluation when run again."
+                "interrupted; repack goes on with --resume, push and evaluate when run again."
             ) from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise

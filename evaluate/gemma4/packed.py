@@ -81,6 +81,8 @@ def times_levels(x: Array, w: Levels) -> Array:
     """
     tiles, tile, _ = w.levels.shape
     groups = w.scale.shape[1]
+    # Without the barrier a TPU cuts the norm's weights into tiles too, and waits for HBM for each.
+    x = lax.optimization_barrier(x)
     x = x.reshape(-1, tiles, tile).swapaxes(0, 1)[:, None]  # [tiles, 1, R, tile]
     # Masked, not reshaped to the groups: 32 inputs would fill a quarter of a vector register.
     own = jnp.arange(tile) // (tile // groups) == jnp.arange(groups)[:, None]
