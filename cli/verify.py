@@ -68,9 +68,7 @@ class _Threshold(click.ParamType):
 @click.option(
     "--share",
     type=click.FloatRange(0, 1),
-    default=0.1,
-    show_default=True,
-    help="Share of the tensors that --rederive derives.",
+    help="Share of the tensors that --rederive derives.  [default: 0.1]",
 )
 @click.option("--all", "derive_all", is_flag=True, help="--share 1.")
 @click.option(
@@ -94,7 +92,7 @@ def verify(
     sample: int | None,
     require: tuple[Threshold, ...],
     rederive: bool,
-    share: float,
+    share: float | None,
     derive_all: bool,
     load: str | None,
     plots: Path | None,
@@ -122,8 +120,8 @@ def verify(
         raise click.UsageError("--tensors, --sample, --require and --revision need a --reference.")
     if share != share:
         raise click.UsageError("--share is a number from 0 to 1.")
-    if derive_all and not rederive:
-        raise click.UsageError("--all belongs to --rederive.")
+    if not rederive and (derive_all or share is not None):
+        raise click.UsageError("--share and --all belong to --rederive.")
     from ..verify.job import Options
     from ..verify.plots import require_matplotlib, write_plots
     from ..verify.report import write_report
@@ -136,7 +134,7 @@ def verify(
         pattern=tensors,
         sample=sample,
         load=load,
-        rederive=(1.0 if derive_all else share) if rederive else None,
+        rederive=_share(share, derive_all) if rederive else None,
     )
     reports = [_verify(source, opened, options, require) for source in sources]
     if as_json:
@@ -152,6 +150,12 @@ def verify(
             write_plots(report, plots)
     if not all(report.passed for report in reports):
         raise click.exceptions.Exit(1)
+
+
+def _share(share: float | None, derive_all: bool) -> float:
+    if derive_all:
+        return 1.0
+    return 0.1 if share is None else share
 
 
 def resolve_build(build: str) -> Source:
@@ -186,10 +190,10 @@ def _reference(
 def _verify(
     source: Source, reference: Reference | None, options: Options, require: Sequence[Threshold]
 ) -> Report:
-    from ..verify.job import reference_bytes, verify
+    from ..verify.job import verify, work_bytes
     from ..verify.require import unmet
 
-    total = reference_bytes(source, reference, options) if reference else 0
+    total = work_bytes(source, reference, options)
     with byte_bar(source.folder.name, total) as progress:
         report = verify(source, reference, options, progress=progress)
     return replace(report, findings=(*report.findings, *unmet(report, require)))

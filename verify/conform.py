@@ -10,26 +10,20 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..checkpoint.reader import TensorReader
-from ..repack.layout import Role, classify, module_names
-from ..repack.packing import BF16, decode
-from .build import Build, PackedTensor
-from .exact import as_float32
-from .findings import Finding, error, listed, warning
+from ..repack.job import ignore_progress
+from ..repack.layout import Role, classify, is_packed, module_names
+from .build import Build
+from .decompressor import Progress, decode_findings
+from .findings import Finding, error, listed, note, warning
 from .scheme import CONFIG, KEY, Scheme
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationConfig
-
-DECODED_ROWS = 16
-"""Rows decoded at either end of each packed tensor; the rule is the same for all others."""
 
 _NESTED = re.compile(r"\([^()]*[*+}][^()]*\)\s*[*+{]")
 
@@ -38,13 +32,16 @@ _NESTED = re.compile(r"\([^()]*[*+}][^()]*\)\s*[*+{]")
 class Modules:
     """The modules that targets and ignore speak of: name -> a module of its class.
 
-    `origin`: where the names are from: the model class, or the tensors where transformers does
-    not know it. `parameters`: what the model needs; None where it is not known.
+    `origin`: where the names are from: the model class, or the tensors where it cannot be built,
+    and `fault` says why. `shapes`: of every parameter of the model, `needed`: those that no other
+    one gives; empty without the class.
     """
 
     named: Mapping[str, torch.nn.Module]
     origin: str
-    parameters: frozenset[str] | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    needed: frozenset[str] = frozenset()
+    fault: str | None = None
 
 
 @contextlib.contextmanager
@@ -59,10 +56,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def conform(build: Build, scheme: Scheme, *, complete: bool) -> tuple[list[Finding], list[str]]:
+def conform(
+    build: Build, scheme: Scheme, *, complete: bool, progress: Progress = ignore_progress
+) -> tuple[list[Finding], list[str]]:
     """Findings, and the checks that ran in words.
 
-    `complete`: whether missing tensors are told too; a reference tells them better.
+    `complete`: whether missing tensors are told too; a reference tells them better. `progress`
+    gets the bytes decoded, `decoded_bytes` in all.
     """
     with quiet():
         config, findings = _parse(scheme)
@@ -71,11 +71,17 @@ def conform(build: Build, scheme: Scheme, *, complete: bool) -> tuple[list[Findi
         if config is not None:
             findings += _match(build, scheme, modules)
             checks.append(f"targets minus ignore on the modules of {modules.origin}, both ways")
-            findings += _decode_all(build, config)
-            checks.append(f"{len(build.packed)} packed tensors decoded by compressed-tensors, "
-                          f"{2 * DECODED_ROWS} rows of each")  # fmt: skip
-        if complete and modules.parameters is not None:
-            findings += _missing(build, modules.parameters)
+            findings += decode_findings(build, config, progress)
+            rows = sum(t.rows for t in build.packed.values())
+            checks.append(f"{len(build.packed)} packed tensors decoded by compressed-tensors "
+                          f"{_version()}, all {rows:,} rows")  # fmt: skip
+        if modules.fault is not None:
+            findings.append(_unbuilt(build, modules.fault))
+        else:
+            findings += _shape_findings(build, modules)
+            checks.append(f"shapes as {modules.origin} builds them from config.json")
+        if complete and modules.needed:
+            findings += _missing(build, modules.needed)
             checks.append(f"every parameter of {modules.origin} stored")
     return findings, checks
 
@@ -103,15 +109,40 @@ def find_modules(build: Build) -> Modules:
     """The real modules of the model that config.json names, built without memory."""
     try:
         model = _empty_model(build)
-    except Exception:  # anything a foreign config can make a model class raise
-        return _modules_by_tensors(build)
-    named = dict(model.named_modules())
+    except Exception as fault:  # anything a foreign config can make a model class raise
+        said = " ".join(str(fault).split())[:160]
+        return replace(_modules_by_tensors(build), fault=f"{type(fault).__name__}: {said}")
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    needed = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    parameters = frozenset(n for n in needed if n not in tied and not any(i in n for i in ignored))
+    needed = frozenset(n for n in shapes if n not in tied and not any(i in n for i in ignored))
     origin = f"{type(model).__name__} (transformers {version('transformers')})"
-    return Modules(named, origin, parameters)
+    return Modules(dict(model.named_modules()), origin, shapes, needed)
+
+
+def _unbuilt(build: Build, fault: str) -> Finding:
+    what = f"the model of config.json cannot be built here ({fault})"
+    what += ", so targets and ignore are matched on the tensors' names alone"
+    return note("model-unbuilt", build.name, what, "check with the transformers it was made for")
+
+
+def _shape_findings(build: Build, modules: Modules) -> Iterator[Finding]:
+    """Tensors of other shapes than the model that config.json describes."""
+    model_type = str(build.checkpoint.config.get("model_type"))
+    stored = {f"{t.module}.weight": (t.rows, t.columns) for t in build.packed.values()}
+    stored |= {n: t.shape for n, t in build.checkpoint.tensors.items() if not is_packed(n)}
+    wrong: dict[str, str] = {}
+    for name, shape in stored.items():
+        module, _, last = name.rpartition(".")
+        names = [name, *(f"{m}.{last}" for m in module_names(module, model_type))]
+        expected = next((modules.shapes[n] for n in names if n in modules.shapes), shape)
+        if expected != shape:
+            wrong[name] = f"{list(shape)} instead of {list(expected)}"
+    if wrong:
+        first = min(wrong)
+        what = f"{len(wrong)} tensors have other shapes than {modules.origin} builds from "
+        what += f"config.json, {first} {wrong[first]}"
+        yield error("model-shape", listed(wrong), what, "make config.json and weights agree")
 
 
 def _empty_model(build: Build) -> torch.nn.Module:
@@ -188,72 +219,6 @@ def _match(build: Build, scheme: Scheme, modules: Modules) -> Iterator[Finding]:
     if unmatched := packed - chosen - unfused:
         what = f"{len(unmatched)} packed modules are ignored or not targeted: {listed(unmatched)}"
         yield error("ignore-long", f"{CONFIG}: {KEY}", what, "take them off ignore")
-
-
-def _decode_all(build: Build, config: QuantizationConfig) -> Iterator[Finding]:
-    """Packed tensors that compressed-tensors decodes to something else than qatpack."""
-    from compressed_tensors.compressors import BaseCompressor
-
-    decompressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    groups = config.config_groups.values()
-    schemes = [s for s in groups if not isinstance(s, list) and s.weights is not None]
-    if not schemes:
-        return  # told by the scheme's own findings
-    differ: list[str] = []
-    with TensorReader() as reader:
-        for tensor in build.packed.values():
-            size = tensor.group_size
-            by_size = [s for s in schemes if s.weights and s.weights.group_size == size]
-            try:
-                same = _decodes_alike(tensor, reader, decompressor, (by_size or schemes)[0])
-            except Exception as fault:  # whatever its checks raise
-                what = f"compressed-tensors {_version()} cannot decode it: {fault}"
-                yield error("decode", tensor.module, what, "export it again")
-                continue
-            if not same:
-                differ.append(tensor.module)
-    if differ:
-        what = f"compressed-tensors {_version()} decodes {len(differ)} modules to other values"
-        yield error("decode", listed(differ), what, "report this: one of the two is wrong")
-
-
-def _decodes_alike(
-    tensor: PackedTensor, reader: TensorReader, decompressor: Any, scheme: Any
-) -> bool:
-    """Both ends of a tensor, with the stored scale and with one cast to bf16 as loaders do."""
-    ends = {(0, min(DECODED_ROWS, tensor.rows)), (max(0, tensor.rows - DECODED_ROWS), tensor.rows)}
-    for start, stop in sorted(ends):
-        packed = reader.read_rows(tensor.packed, start, stop)
-        stored = as_float32(reader.read_rows(tensor.scale, start, stop))
-        with np.errstate(over="ignore", invalid="ignore"):
-            scales = (stored, stored.astype(BF16))
-        for scale in scales:
-            ours = decode(packed, scale, tensor.group_size)
-            theirs = _decompress(packed, scale, tensor, decompressor, scheme)
-            if not _same_bits(ours, theirs):
-                return False
-    return True
-
-
-def _same_bits(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    both_nan = np.isnan(ours) & np.isnan(theirs)
-    return bool(((ours.view(np.uint16) == theirs.view(np.uint16)) | both_nan).all())
-
-
-def _decompress(
-    packed: np.ndarray, scale: np.ndarray, tensor: PackedTensor, decompressor: Any, scheme: Any
-) -> np.ndarray:
-    """bf16[rows, columns] by compressed-tensors, which multiplies in the scale's dtype."""
-    import torch
-
-    wide = torch.from_numpy(scale.astype(np.float32))
-    state = {
-        "weight_packed": torch.from_numpy(packed),
-        "weight_scale": wide.to(torch.bfloat16) if scale.dtype == BF16 else wide,
-        "weight_shape": torch.tensor([len(packed), tensor.columns]),
-    }
-    weight = decompressor.decompress(state, scheme)["weight"]
-    return weight.to(torch.bfloat16).view(torch.int16).numpy().view(BF16)
 
 
 def _missing(build: Build, parameters: frozenset[str]) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ from typing import Any
 from ..checkpoint.errors import CheckpointError, QatpackError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
-from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from ..repack.job import ignore_progress
 from ..repack.layout import Layout, read_layout, refuse_packed
@@ -22,7 +21,8 @@ from .copied import (
     head_findings,
     read_head,
 )
-from .fidelity import Progress, compare_pair, sampled_bytes
+from .decompressor import decoded_bytes
+from .fidelity import Progress, compare_pairs, sampled_bytes
 from .findings import Finding, Severity, error, warning
 from .pairs import Pair, make_pairs, reference_modules, reference_name
 from .provenance import derived_bytes, rederive
@@ -85,8 +85,8 @@ def verify(
 ) -> Report:
     """Hold one build against its reference and against what readers demand.
 
-    Without a reference only the folder itself is checked. `progress` gets the reference bytes
-    of each step, `reference_bytes` in all. Whatever is wrong with the build becomes a finding;
+    Without a reference only the folder itself is checked. `progress` gets the bytes of each step,
+    `work_bytes` in all. Whatever is wrong with the build becomes a finding;
     raises `CheckpointError` only where the reference is damaged.
     """
     name = name or source.id or source.folder.resolve().name
@@ -101,7 +101,7 @@ def verify(
     report = _described(source, build, reference)
     if reference is not None:
         report = _compared(report, build, reference, options, progress)
-    report = _conformed(report, build, options)
+    report = _conformed(report, build, options, progress)
     if reference is not None and options.rederive is not None:
         folder, layout = reference.source.folder, reference.layout
         proof, found = rederive(build, folder, layout, share=options.rederive, progress=progress)
@@ -127,7 +127,7 @@ def _uncompared(report: Report) -> Judgement:
     return Judgement(Verdict.UNCOMPARED, text)
 
 
-def _conformed(report: Report, build: Build, options: Options) -> Report:
+def _conformed(report: Report, build: Build, options: Options, progress: Progress) -> Report:
     """The report with what the folder's config, files and readers say."""
     scheme, findings = read_scheme(build.checkpoint.config)
     findings += size_findings(build, scheme)
@@ -139,7 +139,8 @@ def _conformed(report: Report, build: Build, options: Options) -> Report:
     if options.whole and options.conformance:
         from .conform import conform
 
-        found, done = conform(build, scheme, complete=report.reference is None)
+        complete = report.reference is None
+        found, done = conform(build, scheme, complete=complete, progress=progress)
         findings += found
         checks += done
     if options.load is not None:
@@ -182,8 +183,7 @@ def _compared(
     report: Report, build: Build, reference: Reference, options: Options, progress: Progress
 ) -> Report:
     pairs, findings = select(build, reference.layout, options)
-    with TensorReader() as reader:
-        tensors = [compare_pair(p, reader, sample=options.sample, progress=progress) for p in pairs]
+    tensors = compare_pairs(pairs, sample=options.sample, progress=progress)
     copied = None
     if options.pattern is None:
         used = sources(build, reference.layout)
@@ -215,9 +215,11 @@ def select(build: Build, reference: Layout, options: Options) -> tuple[list[Pair
     if pattern is None:
         return pairs, findings
     chosen = [p for p in pairs if fnmatchcase(p.tensor.module, pattern)]
-    if not chosen:
+    findings = [f for f in findings if fnmatchcase(f.where, pattern)]
+    broken = any(fnmatchcase(module, pattern) for module in build.broken)
+    if not (chosen or findings or broken):
         raise QatpackError(f"{build.name}: no packed tensor matches {pattern!r}.")
-    return chosen, [f for f in findings if fnmatchcase(f.where, pattern)]
+    return chosen, findings
 
 
 def sources(build: Build, reference: Layout) -> set[str]:
@@ -227,20 +229,29 @@ def sources(build: Build, reference: Layout) -> set[str]:
     return {modules[n].source.name for n in names if n in modules}
 
 
-def reference_bytes(source: Source, reference: Reference, options: Options) -> int:
-    """Reference bytes that `verify` reads, for a progress bar; 0 for a build it cannot open."""
+def work_bytes(source: Source, reference: Reference | None, options: Options) -> int:
+    """Bytes that `verify` reports to `progress`; 0 for a build it cannot open."""
+    total = 0
     try:
         build = open_build(source.folder)
-        pairs, _ = select(build, reference.layout, options)
+        if reference is not None:
+            total += _reference_bytes(build, reference.layout, options)
     except QatpackError:
         return 0
+    if options.whole and options.conformance:
+        total += decoded_bytes(build)
+    return total
+
+
+def _reference_bytes(build: Build, reference: Layout, options: Options) -> int:
+    pairs, _ = select(build, reference, options)
     total = sum(sampled_bytes(p, options.sample) for p in pairs)
     if options.pattern is None:
         ends = options.sample is not None
-        total += copied_bytes(reference.layout, sources(build, reference.layout), ends=ends)
+        total += copied_bytes(reference, sources(build, reference), ends=ends)
     if options.rederive is not None:
         total += sum(derived_bytes(manifest_of(build)))
-        total += int(options.rederive * reference.layout.checkpoint.tensor_bytes)
+        total += int(options.rederive * reference.checkpoint.tensor_bytes)
     return total
 
 
@@ -253,6 +264,10 @@ def _value_findings(where: str, total: Tally) -> list[Finding]:
     if zero := total.zero_scales - min(total.zero_scales, total.zero_groups):
         what = f"{zero:,} groups have the scale 0 although the reference is not 0 there"
         found.append(error("scale-zero", where, what, "export it again"))
+    if total.rounded_steps:
+        what = f"{total.rounded_steps:,} groups do not come back: their float32 scale is rounded "
+        do = "repack with --scale-dtype float32 to get every value back"
+        found.append(warning("scale-rounded", where, f"{what}to 16 bits", do))
     if total.uncertified:
         what = f"{total.uncertified:,} groups of the reference are on no positive 4-bit grid"
         make = warning if total.exact else error

@@ -6,6 +6,7 @@ tpu-inference 0.32; a finding names the reader it speaks of.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,6 +144,7 @@ def generation_findings(build: Build) -> Iterator[Finding]:
         what = str(fault).partition(": ")[2].rstrip(".")
         yield error("generation", path.name, what, "copy it from the source")
         return
+    yield from _type_findings(generation, path.name)
     config = build.checkpoint.config
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
@@ -160,6 +162,37 @@ def generation_findings(build: Build) -> Iterator[Finding]:
     if type(size) is int and (beyond := [i for i in stops if not 0 <= i < size]):
         what = f"eos_token_id {beyond} lies outside the vocabulary of {size}"
         yield warning("generation", path.name, what)
+
+
+_NUMBER, _COUNT, _FLAG = "a number", "a whole number", "true or false"
+_KINDS = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("top_k", "max_length", "max_new_tokens", "num_beams"), _COUNT),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), _COUNT),
+    **dict.fromkeys(("do_sample", "use_cache"), _FLAG),
+    "eos_token_id": "a whole number or a list of them",
+}
+
+
+def _type_findings(generation: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    """Values of a type that no reader takes; null is a default everywhere."""
+    for key, kind in _KINDS.items():
+        value = generation.get(key)
+        if value is not None and not _is_kind(value, kind):
+            what = f"{key} is {json.dumps(value)[:40]}, expected {kind}"
+            yield error("generation", where, what, "copy it from the source")
+
+
+def _is_kind(value: object, kind: str) -> bool:
+    if kind == _FLAG:
+        return type(value) is bool
+    if kind == _NUMBER:
+        return type(value) in (int, float)
+    if kind == _COUNT:
+        return type(value) is int
+    return type(value) is int or (
+        isinstance(value, list) and bool(value) and all(type(v) is int for v in value)
+    )
 
 
 def _ids(value: object) -> set[int]:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..checkpoint.units import share
+from ..repack.packing import GROUP
 from .copied import Copied
 from .fidelity import Fidelity
 from .findings import Finding, Severity
@@ -132,6 +133,8 @@ def _rerounded(total: Tally, tensors: Sequence[Fidelity]) -> str | None:
     if total.wrong > FEW * total.compared:
         shared = share(total.wrong, total.compared)
         what = f"levels or steps are not the trained ones in {shared} of groups"
+        if not total.levels_differ:
+            what = f"levels are the trained ones, steps are not in {shared} of groups"
         return f"re-rounded: {what}, {error}"
     return None
 
@@ -158,15 +161,29 @@ def _wrong_groups(total: Tally, tensors: Sequence[Fidelity]) -> str | None:
 def _good(total: Tally, tensors: Sequence[Fidelity], where: str) -> Judgement:
     if total.exact:
         zeros = f" ({total.negative_zeros:,} zeros lost their sign)" if total.negative_zeros else ""
-        text = f"exact: every group certified, 100 % identical{where}{zeros}"
-        return Judgement(Verdict.EXACT, text)
+        return Judgement(Verdict.EXACT, f"exact: {_certified(total, tensors)}{where}{zeros}")
     dtypes = " and ".join(sorted({t.scale_dtype for t in tensors}))
+    if total.rounded_steps:
+        dtypes = "16-bit" if dtypes == "float32" else f"{dtypes} (some of them 16-bit)"
     shared = share(total.identical, total.values)
     levels = "levels all exact"
     if total.uncertified:
         levels = f"levels exact but for {total.uncertified:,} groups that are on no grid"
     text = f"the trained grid at {dtypes} steps: {levels}, {shared} identical{where}"
     return Judgement(Verdict.TRAINED, text)
+
+
+def _certified(total: Tally, tensors: Sequence[Fidelity]) -> str:
+    """What was certified of a build whose every value is identical."""
+    sizes = sorted({t.group_size for t in tensors} - {GROUP})
+    if not sizes and not total.uncertified:
+        return "every group certified, 100 % identical"
+    said = "100 % identical"
+    if sizes:
+        said += f", in groups of {' and '.join(map(str, sizes))} instead of the trained {GROUP}"
+    if total.uncertified:
+        said += f", {total.uncertified:,} groups of the reference on no positive 4-bit grid"
+    return said
 
 
 def percent(value: float | None) -> str:

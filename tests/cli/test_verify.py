@@ -166,6 +166,7 @@ def test_thresholds(folders, source, threshold, code):
         ("BUILD", "--reference", "SOURCE", "--require", "identical=2"),
         ("BUILD", "--reference", "SOURCE", "--json", "--markdown"),
         ("BUILD", "--reference", "SOURCE", "--all"),
+        ("BUILD", "--reference", "SOURCE", "--share", "0.5"),
         ("BUILD", "--reference", "SOURCE", "--sample", "0"),
     ],
 )

@@ -196,6 +196,11 @@ def test_files_that_were_lost_are_errors(build, tmp_path):
         ('{"eos_token_id": [106, 50]}', Severity.WARNING),
         ('{"eos_token_id": [1, 106], "bos_token_id": 3}', Severity.WARNING),
         ('{"eos_token_id": [1, 106, 99999999]}', Severity.WARNING),
+        ('{"eos_token_id": "1"}', Severity.ERROR),
+        ('{"eos_token_id": [1, "106"]}', Severity.ERROR),
+        ('{"temperature": "hot"}', Severity.ERROR),
+        ('{"top_k": 6.5}', Severity.ERROR),
+        ('{"do_sample": 1}', Severity.ERROR),
         ("[]", Severity.ERROR),
         ("{", Severity.ERROR),
     ],
@@ -256,7 +261,7 @@ def test_our_builds_conform(builds, name, capfd):
     report, errors = whole(builds[name])
     assert errors == set()
     assert report.passed
-    assert len(report.checks) == 6
+    assert len(report.checks) == 7
     assert any("Gemma4ForConditionalGeneration" in check for check in report.checks)
     assert capfd.readouterr() == ("", "")
 
@@ -309,6 +314,51 @@ def test_an_unknown_architecture_is_matched_by_the_tensors(edited):
     report, errors = whole(edited("bfloat16", config=rename))
     assert errors == set()
     assert any("the tensors' names" in check for check in report.checks)
+    (said,) = [f for f in report.findings if f.code == "model-unbuilt"]
+    assert said.severity is Severity.NOTE
+    assert "Gemma9ForEverything" in said.what
+
+
+def test_other_shapes_than_the_config_describes(edited):
+    def widen(config):
+        config["text_config"]["intermediate_size"] *= 2
+
+    report, errors = whole(edited("bfloat16", config=widen))
+    assert errors == {"model-shape"}
+    (said,) = [f for f in report.findings if f.code == "model-shape"]
+    assert "mlp.down_proj.weight" in said.where
+    assert "instead of" in said.what
+
+
+def test_a_wrong_group_size_is_one_finding(edited):
+    report, errors = whole(edited("bfloat16", config=lambda c: weights(c).update(group_size=64)))
+    assert errors == {"group-size", "decode"}
+    (said,) = [f for f in report.findings if f.code == "decode"]
+    assert "cannot decode 51 modules" in said.what
+
+
+def test_every_row_is_asked_of_compressed_tensors(builds, monkeypatch):
+    """A decompressor that is wrong in one row in the middle of one tensor is found."""
+    from qatpack.verify import decompressor
+
+    real, seen = decompressor._decompress, []
+
+    def spoiled(packed, scale, tensor, scheme):
+        decoded = real(packed, scale, tensor, scheme)
+        seen.append(len(packed))
+        if tensor.module == Q:
+            decoded[len(decoded) // 2, 0] ^= 1
+        return decoded
+
+    monkeypatch.setattr(decompressor, "_decompress", spoiled)
+    monkeypatch.setattr(decompressor, "BLOCK_VALUES", 1 << 12)
+    report, errors = whole(builds["bfloat16"])
+    assert errors == {"decode"}
+    (said,) = [f for f in report.findings if f.code == "decode"]
+    assert said.where == Q
+    rows = sum(t.rows for t in open_build(builds["bfloat16"]).packed.values())
+    assert any(f"all {rows:,} rows" in check for check in report.checks)
+    assert sum(seen) > 0.9 * rows
 
 
 @pytest.mark.parametrize("config", GARBAGE)

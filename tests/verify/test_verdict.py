@@ -128,6 +128,34 @@ def test_one_wrong_scale(edited, reference, dtype):
     assert (report.total.step_off, report.total.levels_differ) == (1, 0)
 
 
+def scaled(change):
+    def edit(arrays):
+        for name in [n for n in arrays if n.endswith("weight_scale")]:
+            arrays[name] = change(arrays[name])
+
+    return edit
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_scales_just_off_the_trained_ones(edited, reference, dtype):
+    """Within 1.5 ulps of bfloat16, but the dtype can hold the trained step."""
+    change = scaled(lambda a: (a.astype(np.float32) * np.float32(1.003)).astype(a.dtype))
+    report = run(edited(dtype, change, manifest=False), reference)
+    assert report.judgement.verdict is Verdict.REROUNDED
+    assert "re-rounded: levels are the trained ones, steps are not in" in report.judgement.text
+    assert report.total.levels_differ == 0
+    assert not report.passed
+
+
+def test_bfloat16_scales_stored_as_float32(edited, reference):
+    change = scaled(lambda a: a.astype(tiny.BF16).astype(np.float32))
+    report = run(edited("float32", change, manifest=False), reference)
+    assert report.judgement.text.startswith("the trained grid at 16-bit steps: levels all exact, 9")
+    assert codes(report, Severity.WARNING) == {"scale-rounded"}
+    assert 0 < report.total.rounded_steps < report.total.groups
+    assert report.passed
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_scale_that_is_not_finite(edited, reference, value):
     def change(arrays):
@@ -285,6 +313,32 @@ def test_a_sample_and_a_pattern(builds, reference):
     assert chosen.to_json()["complete"] is False
 
 
+def test_a_group_on_a_negative_step_is_not_called_certified(tmp_path):
+    name = "model.language_model.layers.0.self_attn.q_proj"
+    arrays = tiny.tensors(1)
+    weight = arrays[f"{name}.weight"].copy()
+    weight[0, :32] = -weight[0, :32]
+    source = tiny.write(tmp_path / "source", arrays)
+    repack(resolve_source(source), tmp_path / "build", RepackOptions(scale_dtype="float32"))
+    build = read_arrays(tmp_path / "build")
+    build[f"{name}.weight_scale"][0, 0] *= -1
+    save_file(build, tmp_path / "build" / "model.safetensors")
+    (tmp_path / "build" / "repack_report.json").unlink()
+    other = tiny.write(tmp_path / "other", arrays | {f"{name}.weight": weight})
+    report = run(tmp_path / "build", open_reference(resolve_source(other)))
+    assert report.judgement.text.startswith(
+        "exact: 100 % identical, 1 groups of the reference on no positive 4-bit grid"
+    )
+    assert report.total.uncertified == 1
+
+
+def test_a_pattern_that_matches_broken_modules_only(edited, reference):
+    folder = edited("float32", lambda a: a.pop(f"{Q}.weight_scale"))
+    report = run(folder, reference, Options(pattern=Q))
+    assert report.judgement.verdict is Verdict.DAMAGED
+    assert report.to_json()["fidelity"] is None
+
+
 def test_a_sample_compares_the_ends_of_copied_tensors(builds, edited, reference):
     name = "model.language_model.embed_tokens.weight"
 
@@ -331,6 +385,10 @@ def test_other_group_sizes(tmp_path, size):
     assert "group-size" in codes(report)
     wanted = {16: Verdict.EXACT, 64: Verdict.DAMAGED, 160: Verdict.REROUNDED}
     assert report.judgement.verdict is wanted[size]
+    if size == 16:
+        assert report.judgement.text == (
+            "exact: 100 % identical, in groups of 16 instead of the trained 32"
+        )
 
 
 def config_of(size):
