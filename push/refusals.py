@@ -13,6 +13,12 @@ from ..checkpoint.hub import chain, class_names, redact, status_code
 
 T = TypeVar("T")
 
+NOT_STORED = (
+    "the storage of {endpoint} did not take the files ({error}): run this again, what arrived is"
+    " not sent twice; HF_HUB_DISABLE_XET=1 sends them over LFS instead"
+)
+"""Of hf_xet, which also raises Python's own ConnectionError."""
+
 MESSAGES = {
     "OfflineModeIsEnabled": (
         "HF_HUB_OFFLINE forbids the Hub, and a push needs it: unset it and run this again"
@@ -74,10 +80,8 @@ MESSAGES = {
         "the storage of {endpoint} refused your token for {id}: give it write access at"
         " {endpoint}/settings/tokens, then run `hf auth login` and this again"
     ),
-    "XetError": (
-        "the storage of {endpoint} did not take the files ({error}): run this again, what has"
-        " arrived is not sent twice; HF_HUB_DISABLE_XET=1 sends them over LFS instead"
-    ),
+    "XetError": NOT_STORED,
+    "ConnectionError": NOT_STORED,
     "ValueError": "{id}: {error}",
 }
 """By the class of an error, or one of its bases, and HTTP status."""
