@@ -71,7 +71,8 @@ def continue_greedily(
     """The likeliest `tokens` next tokens of one prompt, stop tokens not heeded.
 
     Batch and cache length follow from prompt and `tokens`: the same for every model, and those of
-    the speed part, so that one compilation serves both. `wider` takes a cache `WIDER` times as long, all of it padding, which changes nothing but the rounding.
+    the speed part, so that one compilation serves both. `wider` takes a cache `WIDER` times as
+    long, all of it padding, which changes nothing but the rounding.
     """
     length = default_cache_length([prompt], tokens) * (WIDER if wider else 1)
     ids: list[int] = []
