@@ -86,8 +86,15 @@ class _Batches(click.ParamType):
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32"]),
-    help="Of activations in kl and greedy; float32 shows what the weights alone do, in twice the "
-    "memory. [default: as the reference stores its norms]",
+    help="Of activations and dense weights; float32 shows what the packed weights alone do, in "
+    "twice the memory. [default: as stored]",
+)
+@click.option(
+    "--decode",
+    type=click.Choice(["exact", "fast"]),
+    default="fast",
+    show_default=True,
+    help="Of packed weights in the speed part; the others take exact.",
 )
 @click.option(
     "--prompt", help='Of greedy match and speed. [default: "The history of the Roman..."]'
@@ -149,6 +156,7 @@ def evaluate(
     windows: int,
     length: int,
     dtype: str | None,
+    decode: Any,
     prompt: str | None,
     max_tokens: int,
     batch: tuple[int, ...],
@@ -194,6 +202,7 @@ def evaluate(
         text=_text(text, dataset, protocol),
         protocol=Protocol(protocol, chat, windows, length),
         dtype=dtype,
+        decode=decode,
         prompt=PROMPT if prompt is None else prompt,
         tokens=max_tokens,
         batches=batch,

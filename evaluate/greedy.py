@@ -17,7 +17,6 @@ from .gemma4.generate import default_cache_length, padded_length, stream
 from .gemma4.load import Model
 from .states import run_window
 
-CHUNK = 16
 WIDER = 4  # the floor's cache over the usual one
 ROWS = 64  # positions whose logits are held at once
 
@@ -71,14 +70,15 @@ def continue_greedily(
 ) -> tuple[int, ...]:
     """The likeliest `tokens` next tokens of one prompt, stop tokens not heeded.
 
-    Batch and cache length follow from prompt and `tokens`: the same for every model. `wider` takes
-    a cache `WIDER` times as long, all of it padding, which changes nothing but the rounding.
+    Batch and cache length follow from prompt and `tokens`: the same for every model, and those of
+    the speed part, so that one compilation serves both. `wider` takes a cache `WIDER` times as
+    long, all of it padding, which changes nothing but the rounding.
     """
     length = default_cache_length([prompt], tokens) * (WIDER if wider else 1)
     ids: list[int] = []
     for chunk in stream(
         loaded.weights, [prompt], config=loaded.config, max_tokens=tokens, cache_length=length,
-        chunk=CHUNK,
+        chunk=tokens - 1,
     ):  # fmt: skip
         ids += chunk.tokens[0]
         step(len(chunk.tokens[0]))

@@ -50,8 +50,9 @@ class Options:
     - `parts`: of `PARTS`. Without `grid` a few rows are compared all the same: builds of another
       reference are refused, unless `force`.
     - `text`, `protocol`: what is scored; by default the embedded text, 8 windows of 512.
-    - `dtype`: of activations in the fidelity parts; None as stored. In float32 the divergence is
-      that of the weights alone, without the rounding of bfloat16 activations.
+    - `dtype`: of activations and dense weights; None as stored. In float32 the divergence is that
+      of the weights alone, without the rounding of bfloat16 activations.
+    - `decode`: of the speed part; the others take `exact`.
     - `prompt`, `tokens`: what is continued, and by how many tokens.
     - `batches`, `repeats`: of the timed runs.
     - `mesh`: devices to spread each model over; None for one, or all where one has no room.
@@ -62,6 +63,7 @@ class Options:
     text: Text = field(default_factory=embedded_text)
     protocol: Protocol = field(default_factory=Protocol)
     dtype: str | None = None
+    decode: Decode = "fast"
     prompt: str = PROMPT
     tokens: int = 128
     batches: tuple[int, ...] = (1,)
@@ -192,7 +194,7 @@ class Job:
         for index, same in itertools.groupby((*there, *reversed(there))):
             repeats = self.options.repeats * len(list(same))
             work = functools.partial(self._work_fast, index, repeats)
-            found[index].append(self._load(self.subjects[index], "fast", work))
+            found[index].append(self._load(self.subjects[index], self.options.decode, work))
         return found
 
     def _work_fast(self, index: int, repeats: int, model: Model, load_s: float) -> Visit:
@@ -204,14 +206,18 @@ class Job:
             )  # fmt: skip
 
     def dtype_of(self, subject: Subject) -> np.dtype[Any]:
-        """Of a model's activations in the fidelity parts."""
+        """Of a model's activations."""
         return np.dtype(self.options.dtype or subject.dtype)
 
     def _load(self, subject: Subject, decode: Decode, work: Callable[[Model, float], T]) -> T:
-        dtype = self.options.dtype if decode == "exact" else None
         with self.bars(f"{subject.name}: loading", subject.checkpoint.tensor_bytes, "B") as step:
             return on_device(
-                subject, decode, work, dtype=dtype, mesh=self.options.mesh, progress=step
+                subject,
+                decode,
+                work,
+                dtype=self.options.dtype,
+                mesh=self.options.mesh,
+                progress=step,
             )
 
 

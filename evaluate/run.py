@@ -81,7 +81,7 @@ def conventions(job: Job) -> dict[str, Any]:
         "arithmetic": "float32",
         "dtype": job.dtype_of(job.subjects[0]).name,
         "fidelity_decode": "exact",
-        "speed_decode": "fast",
+        "speed_decode": options.decode,
         "prompt": options.prompt,
         "prompt_tokens": len(job.prompt),
         "new_tokens": options.tokens,
