@@ -51,7 +51,7 @@ def load(
     """Load the text decoder of a checkpoint, a packed build or a text-only one.
 
     Packed weights stay packed on the device. Towers, and a head that is tied, are never read.
-    The host holds one tensor beside what the device has taken over.
+    The host holds one tensor, or packed linear, beside what the device has taken over.
 
     Args:
         folder: where config.json and the safetensors files stand.

@@ -119,6 +119,7 @@ def test_rows_of_dense_and_packed_tables() -> None:
         np.testing.assert_array_equal(found, dense[np.asarray(ids)])
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA of JAX 0.7 copies it for the sum")
 def test_a_tied_table_is_not_copied() -> None:
     """Rows of it and a product with it in one program, as in a step."""
     table = jnp.ones((2048, 256), jnp.bfloat16)
