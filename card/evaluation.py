@@ -9,8 +9,7 @@ from typing import Any
 from ..checkpoint.manifest import FileRecord
 from .build import VERSION, Build, is_weights
 from .fields import COMMIT, SHA256, FieldError, Fields
-
-FORMAT = "qatpack.evaluation/1"
+from .files import EVALUATION_FORMAT
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,8 @@ def read_evaluation(report: Mapping[str, Any], build: Build) -> Evaluation:
     Raises `FieldError` for one of another build or of several, and for a damaged one.
     """
     fields = Fields(report)
-    if fields.text("format") != FORMAT:
-        raise FieldError(f"format is not {FORMAT}")
+    if fields.text("format") != EVALUATION_FORMAT:
+        raise FieldError(f"format is not {EVALUATION_FORMAT}")
     builds = fields["builds"].items()
     if len(builds) != 1:
         raise FieldError(f"it speaks of {len(builds)} builds")

@@ -1,4 +1,4 @@
-"""The files of a folder that a card is made from, and the card."""
+"""The files of a folder that a card is made from, and the card: their names and formats."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 CARD_NAME = "README.md"
 ORIGINAL_CARD_NAME = "ORIGINAL_README.md"
-VERIFY_NAME = "verify_report.json"
-EVALUATION_NAME = "evaluation.json"
+VERIFY_NAME, VERIFY_FORMAT = "verify_report.json", "qatpack.verify/1"
+EVALUATION_NAME, EVALUATION_FORMAT = "evaluation.json", "qatpack.evaluation/1"
 PLOTS = "plots"
 """Folder of the pictures: `qatpack verify BUILD --reference SRC --plots BUILD/plots`."""
 

@@ -9,8 +9,8 @@ from typing import Any
 from ..checkpoint.manifest import MANIFEST_NAME
 from .build import VERSION, Build
 from .fields import COMMIT, HUB_ID, FieldError, Fields
+from .files import VERIFY_FORMAT
 
-FORMAT = "qatpack.verify/1"
 _COUNTS = (
     "tensors", "values", "identical", "unrounded", "cast", "groups", "compared", "levels_differ",
     "max_7_5", "zero_groups",
@@ -51,8 +51,8 @@ def read_verification(report: Mapping[str, Any], build: Build, digest: str) -> V
     Raises `FieldError` for a report of another build, of part of one, or a damaged one.
     """
     fields = Fields(report)
-    if fields.text("format") != FORMAT:
-        raise FieldError(f"format is not {FORMAT}")
+    if fields.text("format") != VERIFY_FORMAT:
+        raise FieldError(f"format is not {VERIFY_FORMAT}")
     if not fields.flag("complete"):
         raise FieldError("it looked at a sample only")
     _check_build(fields, build, digest)

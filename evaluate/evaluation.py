@@ -8,13 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..card.files import EVALUATION_FORMAT, EVALUATION_NAME
 from ..checkpoint.output import write_json
 from ..verify.report import Report
 from .machine import Machine
 from .subjects import Subject
-
-FORMAT = "qatpack.evaluation/1"
-FILE_NAME = "evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Evaluation:
         """The schema of docs/evaluate.md; `only` one build, by name, and no comparison."""
         builds = [b for b in self.builds if only in (None, b.subject.name)]
         return {
-            "format": FORMAT,
+            "format": EVALUATION_FORMAT,
             "tool": {"name": "qatpack", "version": version("qatpack")},
             "parts": list(self.parts),
             "reference": self.reference.origin(),
@@ -99,7 +97,7 @@ def write_evaluations(evaluation: Evaluation) -> list[Path]:
     """Write evaluation.json into every build's folder; returns the paths. Raises `OSError`."""
     paths: list[Path] = []
     for build in evaluation.builds:
-        path = build.subject.source.folder / FILE_NAME
+        path = build.subject.source.folder / EVALUATION_NAME
         write_json(path, evaluation.to_json(only=build.subject.name))
         paths.append(path)
     return paths

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..card.files import EVALUATION_NAME
 from ..checkpoint.errors import OutputError
 from ..checkpoint.output import write_file, write_json
 from ..verify.tables import markdown
-from .evaluation import FILE_NAME as FIGURES
 from .plots import write_plots
 from .table import findings, notes, rows, speed_rows
 
@@ -33,10 +33,10 @@ def write_report(evaluation: Mapping[str, Any], folder: Path) -> list[Path]:
         plots = write_plots(evaluation, folder)
         path = folder / FILE_NAME
         write_file(path, markdown_text(evaluation, [p.name for p in plots]).encode())
-        write_json(folder / FIGURES, evaluation)
+        write_json(folder / EVALUATION_NAME, evaluation)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written ({error.strerror}).") from error
-    return [path, folder / FIGURES, *plots]
+    return [path, folder / EVALUATION_NAME, *plots]
 
 
 def markdown_text(evaluation: Mapping[str, Any], plots: list[str]) -> str:

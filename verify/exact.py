@@ -41,17 +41,15 @@ class Certified:
     step: np.ndarray
     proved: np.ndarray
 
-    def take(self, rows: np.ndarray) -> Certified:
-        """The same of some groups only."""
-        return Certified(self.packed[rows], self.peak[rows], self.step[rows], self.proved[rows])
-
 
 def tally_numpy(
     bits: np.ndarray, packed: np.ndarray, scale: np.ndarray, certified: Certified | None
 ) -> tuple[Tally, np.ndarray]:
-    """Compare groups: (sums, wrong: bool[groups]); arguments as `compare.dispatch`'s.
+    """Compare groups: (sums, wrong: bool[groups]).
 
-    Groups whose scale or reference is not finite count as not identical and add no error.
+    `bits: uint16[groups, size]` of the reference, `packed: uint8[groups, size/2]` and `scale:
+    [groups]` of the build; `certified` of the same groups, None where they are not of 32. Groups
+    whose scale or reference is not finite count as not identical and add no error.
     """
     step = as_float32(scale)
     levels = unpack(np.ascontiguousarray(packed).view("<i4")).astype(np.float32)

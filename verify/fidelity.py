@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from queue import SimpleQueue
@@ -114,14 +115,12 @@ def _fidelity(pair: Pair, tally: Tally, first: int | None) -> Fidelity:
 
 
 def _compare(pairs: dict[int, Pair], sample: int | None) -> Iterator[tuple[_Piece, Compared]]:
-    """Compare pairs of one kind, in order; each thread reads its blocks into its own memory."""
+    """Compare pairs of one kind, in order; each thread has its own open files and memory."""
     size, scale_dtype, certify = _kernel_of(next(iter(pairs.values())))
-    free: SimpleQueue[Block] = SimpleQueue()
-    for _ in range(THREADS):
-        free.put(Block(size, scale_dtype))
+    free: SimpleQueue[tuple[Block, TensorReader]] = SimpleQueue()
 
     def work(pieces: list[_Piece]) -> list[tuple[_Piece, Compared]]:
-        block = free.get()
+        block, reader = own = free.get()
         try:
             for piece in pieces:
                 _read(pairs[piece.number], piece, reader, block)
@@ -130,9 +129,11 @@ def _compare(pairs: dict[int, Pair], sample: int | None) -> Iterator[tuple[_Piec
             )
             return list(zip(pieces, found, strict=True))
         finally:
-            free.put(block)
+            free.put(own)
 
-    with TensorReader() as reader, ThreadPoolExecutor(THREADS) as pool:
+    with ExitStack() as readers, ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(THREADS):
+            free.put((Block(size, scale_dtype), readers.enter_context(TensorReader())))
         try:
             for found in pool.map(work, _blocks(pairs, sample)):
                 yield from found

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..card.files import CARD_NAME, EVALUATION_NAME, VERIFY_NAME, plot_names
 from ..checkpoint.errors import CheckpointError, QatpackError
 from ..checkpoint.folder import read_json
 from ..checkpoint.hashing import hash_file
@@ -31,8 +32,8 @@ from .build import Build
 from .fidelity import Progress
 from .findings import Finding, error, listed, warning
 
-LATER = ("README.md", "verify_report.json", "evaluation.json", MANIFEST_NAME)
-"""Files that are written or written again after the repack."""
+LATER = (CARD_NAME, VERIFY_NAME, EVALUATION_NAME, MANIFEST_NAME)
+"""Files that are written or written again after the repack, beside the card's plots."""
 
 T = TypeVar("T")
 
@@ -229,11 +230,11 @@ def _advice(side: str) -> str:
 
 def _check_unlisted(value: object, folder: Path, ledger: _Ledger) -> None:
     """Files that nobody vouches for."""
-    names = {name for name, _, _ in _records(value) or ()}
+    known = {*(name for name, _, _ in _records(value) or ()), *LATER, *plot_names(folder)}
     extra = [
         name
         for path in folder.rglob("*")
-        if path.is_file() and (name := path.relative_to(folder).as_posix()) not in {*names, *LATER}
+        if path.is_file() and (name := path.relative_to(folder).as_posix()) not in known
     ]
     if weights := [n for n in extra if n.endswith(".safetensors")]:
         what = f"not recorded in the manifest: {listed(weights)}"

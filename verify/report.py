@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..card.files import VERIFY_FORMAT, VERIFY_NAME
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.manifest import MANIFEST_NAME
 from ..checkpoint.output import write_json
@@ -20,8 +21,6 @@ from .provenance import Provenance
 from .tally import Tally
 from .verdict import Judgement
 
-FORMAT = "qatpack.verify/1"
-REPORT_NAME = "verify_report.json"
 DECODE = "bf16(f32(scale) * level)"
 
 
@@ -77,7 +76,7 @@ class Report:
         return self.judgement.good and not self.count(Severity.ERROR)
 
     def to_json(self) -> dict[str, Any]:
-        """The schema documented in docs/verify.md; stable within `FORMAT`."""
+        """The schema documented in docs/verify.md; stable within its format."""
         compared = None
         if self.tensors:
             compared = {
@@ -88,7 +87,7 @@ class Report:
                 "tensors": [t.to_json() for t in self.tensors],
             }  # fmt: skip
         return {
-            "format": FORMAT,
+            "format": VERIFY_FORMAT,
             "tool": {"name": "qatpack", "version": version("qatpack")},
             "build": {
                 **_origin(self.build, self.name),
@@ -129,6 +128,6 @@ def _manifest_hash(folder: Path) -> str | None:
 
 def write_report(report: Report, folder: Path) -> Path:
     """Write verify_report.json into the build's folder; returns its path. Raises OutputError."""
-    path = folder / REPORT_NAME
+    path = folder / VERIFY_NAME
     write_json(path, report.to_json())
     return path
