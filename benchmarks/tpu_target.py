@@ -175,14 +175,17 @@ def memory(program: Any) -> dict[str, float]:
     }
 
 
-def step_bytes(weights: dict[str, Any], state: generate.State, chips: int) -> float:
+def step_bytes(weights: dict[str, Any], state: generate.State) -> float:
     """Bytes one chip reads a step: all weights but tables that are only looked up, and caches."""
     read = {k: v for k, v in weights.items() if k != "embed_tokens_per_layer"}
-    return sum(_bytes(x) for x in jax.tree.leaves((read, state.cache))) / chips
+    return sum(_bytes(x) for x in jax.tree.leaves((read, state.cache)))
 
 
 def _bytes(x: Any) -> float:
-    return math.prod(x.shape) * (0.5 if x.dtype == jnp.int4 else x.dtype.itemsize)
+    """On one chip: its piece of what is cut, all of what is not."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * (
+        0.5 if x.dtype == jnp.int4 else x.dtype.itemsize
+    )
 
 
 def traced_linear(shape: str, build: str, rows: int, mesh: Mesh) -> tuple[Any, float]:
@@ -191,7 +194,12 @@ def traced_linear(shape: str, build: str, rows: int, mesh: Mesh) -> tuple[Any, f
     whole = NamedSharding(mesh, PartitionSpec())
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=whole)  # noqa: E731
     weights: Any = struct((out, width), jnp.bfloat16)
-    if build == "w4a16":
+    if build == "words":
+        weights = Words(
+            struct((out, width // PER_WORD), jnp.uint32),
+            struct((out, width // GROUP), jnp.bfloat16),
+        )
+    elif build == "w4a16":
         tile = math.gcd(width, TILE)
         weights = Levels(
             struct((width // tile, tile, out), jnp.int4),
