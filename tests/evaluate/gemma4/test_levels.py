@@ -22,12 +22,14 @@ from qatpack.repack.plan import Options
 
 DEMO = Path(__file__).parents[3] / "demo" / "checkpoint"
 # Inputs of the linears of E2B, E4B and 31B: hidden, MLP, heads, per-layer width.
-WIDTHS = [256, 1536, 2048, 2560, 5376, 6144, 8192, 10240, 12288, 21504]
+WIDTHS = [256, 1536, 2560, 5376, 12288, 21504]
+SCALES = [ml_dtypes.bfloat16, np.float16, np.float32]
 run = jax.jit(product, static_argnames="dtype")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scale_dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize(
+    ("width", "scale_dtype"), [*((w, SCALES[0]) for w in WIDTHS), *((1536, s) for s in SCALES[1:])]
+)
 def test_products_are_the_float64_ones(width: int, scale_dtype: np.dtype) -> None:
     """Group sums to float32; many rows, whose weights are rounded first, to bfloat16."""
     rng = np.random.default_rng(width)
