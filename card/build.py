@@ -98,10 +98,12 @@ def _records(fields: Fields) -> tuple[FileRecord, ...]:
 
 
 def _inside(item: Fields) -> str:
-    """A name of a file inside the folder: relative, no step upwards, nothing hidden in between."""
+    """A name of a file inside the folder: relative, no step upwards, nothing hidden."""
     name = item.text("name")
     path = PurePosixPath(name)
-    odd = any(part == ".." or not part.isprintable() for part in path.parts)
+    odd = any(part.startswith(".") or not part.isprintable() for part in name.split("/"))
     if not name or path.is_absolute() or odd or path.as_posix() != name or "\\" in name:
-        raise FieldError(f"{item.path} names {name!r}, which is no file inside the folder")
+        raise FieldError(
+            f"{item.path} names {name!r}, which is no file inside the folder, or a hidden one"
+        )
     return name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..card.build import Build
-from ..card.files import CARD_NAME, ORIGINAL_CARD_NAME
+from ..card.files import CARD_NAME, ORIGINAL_CARD_NAME, check_own
 from ..card.kept import is_generated
 from ..card.metadata import source_card
 from ..card.page import licence_warning, make_card, read_card
@@ -69,8 +69,8 @@ def read_payload(folder: Path, repo: str) -> Payload:
     """What a push of a finished folder sends; nothing is hashed yet.
 
     The card is made anew for `repo` in memory, unless it is somebody else's README.md. Raises
-    `CheckpointError` for a folder that is not finished or a damaged manifest, `PushError` for
-    files that are missing or have another size.
+    `CheckpointError` for a folder that is not finished, a damaged manifest or a file that is a
+    link, `PushError` for files that are missing or have another size.
     """
     results = read_results(folder)
     files = {
@@ -78,6 +78,8 @@ def read_payload(folder: Path, repo: str) -> Payload:
         for record in results.build.files
         if record.name != CARD_NAME
     }
+    for name in files:
+        check_own(folder, name)
     _check_sizes(folder, files)
     for name in (MANIFEST_NAME, *results.names):
         path = folder / name

@@ -35,7 +35,7 @@ def test_all_results(folder, report, evaluation, put):
     put(folder, VERIFY, report)
     put(folder, EVALUATION, evaluation)
     (folder / "plots").mkdir()
-    (folder / "plots" / "build-levels.png").write_bytes(b"png")
+    (folder / "plots" / "build-levels.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (folder / "plots" / "notes.txt").write_bytes(b"no")
     results, text = make_card(folder, repo="acme/demo")
     assert results.warnings == ()
@@ -154,7 +154,7 @@ def test_a_manifest_without_hashes_proves_no_evaluation(folder, evaluation, put)
 
 def test_plots_alone_are_not_shown(folder):
     (folder / "plots").mkdir()
-    (folder / "plots" / "a.png").write_bytes(b"png")
+    (folder / "plots" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     results, text = make_card(folder)
     assert ".png" not in text
     assert "plots: left out" in results.warnings[0]
@@ -282,6 +282,8 @@ def test_the_command_says_what_it_used(folder, report, put):
     assert CliRunner().invoke(main, ["card", str(folder), "--repo", "x"]).exit_code == 2
     (folder / "repack_report.json").unlink()
     assert "is unfinished" in CliRunner().invoke(main, ["card", str(folder)]).stderr
+    missing = CliRunner().invoke(main, ["card", str(folder / "gone")])
+    assert "gone: there is no such folder" in missing.stderr
 
 
 def test_the_usage_of_transformers_loads(folder):

@@ -16,6 +16,9 @@ from qatpack.push.rights import read_account, refusal
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
 def untouched(hub):
     return not hub.asked(r"PUT .*|POST (?!/api/validate-yaml).*")
 
@@ -226,12 +229,55 @@ def test_a_folder_repacked_without_hashes(push, build, stored):
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret", "/etc/passwd", "a/../../b", "", "a\nb", "..", "a\\b", "./config.json"]
+    "name",
+    [
+        "../secret",
+        "/etc/passwd",
+        "a/../../b",
+        "",
+        "a\nb",
+        "..",
+        "a\\b",
+        "./config.json",
+        ".",
+        ".env",
+        ".git/config",
+        ".gitattributes",
+        "a/.b",
+    ],
 )
 def test_a_manifest_that_names_files_outside(push, hub, build, name):
     change_manifest(build, lambda m: m["files"].append({"name": name, "bytes": 1, "sha256": None}))
     result = push(code=1)
     assert "which is no file inside the folder" in result.stderr
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "README.md", "ORIGINAL_README.md", "repack_report.json", "plots/a.png",
+             "verify_report.json", "plots"],
+)  # fmt: skip
+def test_a_file_that_is_a_link_is_not_followed(push, hub, build, tmp_path, name):
+    secret = tmp_path / "secret"
+    path = build / name
+    path.parent.mkdir(exist_ok=True)
+    if name == "plots":
+        secret.mkdir()
+        (secret / "a.png").write_bytes(PNG)
+    elif path.exists():
+        path.rename(secret)
+    else:
+        secret.write_text("secret")
+    path.symlink_to(secret)
+    result = push(code=1)
+    assert f"{path}: is a link to {secret}, and only files of the folder itself" in result.stderr
+    assert not hub.requests
+
+
+def test_a_plot_that_is_no_picture(push, hub, build):
+    (build / "plots").mkdir()
+    (build / "plots" / "a.png").write_bytes(b"SECRET=1")
+    assert "plots/a.png: is no PNG picture; remove it" in push(code=1).stderr
     assert not hub.requests
 
 
