@@ -33,7 +33,8 @@ SHOWN = 8
 @click.option(
     "--public",
     is_flag=True,
-    help="Make the repository public once everything has arrived, or push to one that is public.",
+    help="Make the repository public once everything has arrived, or push to one that is public; "
+    "--pr changes no visibility.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask before --public or --delete.")
 @click.option(
@@ -148,9 +149,9 @@ def _confirm(plan: Plan, yes: bool) -> None:
     """Ask before what cannot be taken back quietly."""
     there, doomed = plan.there, plan.changes.deleted
     questions = []
-    if plan.options.public and there.private is not False:
+    if plan.publishes:
         questions.append(f"Make {there.id} public?")
-    elif plan.options.public:
+    elif plan.options.public and there.private is False:
         questions.append(f"Push to {there.id}, which is public?")
     if doomed:
         questions.append(f"Delete {len(doomed)} files of {there.id}?")

@@ -320,6 +320,24 @@ def test_public_asks_and_comes_last(push, hub, stored):
     assert "(public)" in result.stdout
 
 
+def test_a_pull_request_never_makes_public(push, hub, stored):
+    hub.repos[REPO] = Repo({"a" * 40: {".gitattributes": b""}}, {"main": "a" * 40}, private=True)
+    result = push("--pr", "--public")
+    assert hub.repos[REPO].private
+    assert "discussions/1 (private)" in result.stdout
+    hub.repos[REPO].private = False
+    assert "which is public?" in push("--pr", "--public", given="y\n").stderr
+    stored(ref="refs/pr/2")
+
+
+def test_what_arrived_but_stays_private_is_told(push, hub, stored):
+    hub.faults.append(Fault(rf"PUT /api/models/{REPO}/settings", status=403, message="no"))
+    result = push("--public", "--yes", code=1)
+    assert f"{REPO} was pushed and read back, but is still private: your token" in result.stderr
+    assert hub.repos[REPO].private
+    stored()
+
+
 def test_a_failed_push_never_becomes_public(push, hub):
     hub.faults.append(Fault(COMMITS, status=403))
     push("--public", "--yes", code=1)

@@ -2,6 +2,7 @@
 
 import json
 import traceback
+from importlib import import_module
 
 import pytest
 from click.testing import CliRunner
@@ -224,8 +225,25 @@ def test_a_folder_repacked_without_hashes(push, build, stored):
             record["sha256"] = None
 
     change_manifest(build, forget)
+    assert "hashes      skipped (--no-hash)" in push("--no-hash", repo="acme/unhashed").stdout
+    stored("acme/unhashed")
     assert "hashes      0 as in the manifest, 8 not recorded" in push().stdout
     stored()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_file_that_changes_after_the_plan_is_not_sent(push, hub, build, monkeypatch, name):
+    def meanwhile(*_):
+        data = bytearray((build / name).read_bytes())
+        data[-1] ^= 1
+        (build / name).write_bytes(data)
+
+    monkeypatch.setattr(import_module("qatpack.cli.push"), "_confirm", meanwhile)
+    for options in ((), ("--no-hash",)):
+        result = push(*options, code=1)
+        assert f"{build / name}: has changed since it was repacked or read" in result.stderr
+        assert untouched(hub)
+        meanwhile()
 
 
 @pytest.mark.parametrize(
