@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
+from ..checkpoint.hub import HUB_ID
 from ..checkpoint.manifest import MANIFEST_FORMAT, MANIFEST_NAME, FileRecord
-from .fields import COMMIT, HUB_ID, SHA256, FieldError, Fields
+from .fields import COMMIT, SHA256, FieldError, Fields
 
 VERSION = re.compile(r"[\w.+-]+", re.ASCII)
 SCALE_DTYPES = re.compile(r"bfloat16|float16|float32")
@@ -82,8 +83,15 @@ def _build(fields: Fields) -> Build:
         keep_off_grid=options.text("on_off_grid") == "keep",
         shard_bytes=options.integer("shard_bytes"),
         decode=fields.text("decode"),
-        totals={name: fields["totals"].integer(name) for name in _TOTALS},
+        totals=_totals(fields["totals"]),
     )
+
+
+def _totals(fields: Fields) -> dict[str, int]:
+    totals = {name: fields.integer(name) for name in _TOTALS}
+    fields.part("identical", totals["values"])
+    fields.part("certified", totals["groups"] - fields.part("zero", totals["groups"]))
+    return totals
 
 
 def _records(fields: Fields) -> tuple[FileRecord, ...]:

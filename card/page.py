@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..checkpoint.errors import CheckpointError, QatpackError
+from ..checkpoint.hub import HUB_ID
 from ..checkpoint.manifest import MANIFEST_NAME, FileRecord
 from ..checkpoint.output import write_file
 from ..checkpoint.units import share
 from .build import Build
-from .fields import HUB_ID
 from .files import CARD_NAME, ORIGINAL_CARD_NAME, check_own
 from .kept import GENERATED, is_generated, marked, read_parts
 from .markdown import link, plain, table

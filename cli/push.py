@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Names in a row of the table."""
 
+_NO_BRANCH = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./]|[./]$|^@?$|^[0-9a-f]{40}$"
+)
+"""What git takes for no branch name, and what everybody would take for a commit."""
+
+
+def _branch_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if _NO_BRANCH.search(value):
+        raise click.BadParameter(f"{value!r} cannot name a branch; write main or v2.", ctx, param)
+    return value
+
 
 @click.command()
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
@@ -27,6 +39,7 @@ SHOWN = 8
     "--branch",
     default="main",
     show_default=True,
+    callback=_branch_name,
     help="Branch to push to; created from main if it is not there.",
 )
 @click.option("--pr", is_flag=True, help="Open a pull request instead of pushing to a branch.")

@@ -275,9 +275,10 @@ def _check_card(payload: Payload, tell: Tell) -> None:
     try:
         patiently(validate, tell=tell)
     except ValueError as error:  # its BadRequestError
-        said = redact(" ".join(str(getattr(error, "server_message", None) or error).split()))
+        said = redact(" ".join(str(getattr(error, "server_message", "")).split()))
+        reason = f" ({said})" if said else ""
         raise PushError(
-            f"the Hub refuses the metadata of {CARD_NAME} ({said}): mend that of the source's "
+            f"the Hub refuses the metadata of {CARD_NAME}{reason}: mend that of the source's "
             "card, then run `qatpack card` and this again."
         ) from error
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from hub import Account, Fault, Repo
 from push_names import READER, REPO, TOKEN
 
+from qatpack.checkpoint.hub import HUB_ID
 from qatpack.cli import main
 from qatpack.push import job, upload
 from qatpack.push.rights import Account as Known
@@ -364,9 +365,56 @@ def test_interrupted(push, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(upload, "_commit", stop)
-    assert "a push when it is run again" in push(code=1).stderr
+    assert "push and evaluate when run again" in push(code=1).stderr
 
 
-def test_a_name_that_is_none(push):
-    assert "is no Hub id; write org/name" in push(repo="demo", code=2).stderr
+@pytest.mark.parametrize("name", ["", "-x", "a b", "a..b", "a/", "v1.lock", "a~1", "é:x", "a" * 40])
+def test_a_branch_that_git_would_not_take(push, hub, name):
+    assert "cannot name a branch" in push("--branch", name, code=2).stderr
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("asked", ["²", "٣", "-1", "soon", "1e3", ""])
+def test_a_wait_that_is_no_number(push, waits, hub, asked):
+    headers = {"Retry-After": asked.encode().decode("latin-1")}
+    hub.faults.append(Fault("GET /api/whoami-v2", 503, headers=headers))
+    push()
+    assert waits == [1]
+
+
+def test_a_refusal_without_a_reason(push, hub):
+    hub.faults.append(Fault("POST /api/validate-yaml", 400, message=""))
+    assert "refuses the metadata of README.md: mend that" in push(code=1).stderr
+
+
+NO_IDS = [
+    "demo",
+    "../..",
+    "a/..",
+    "a--b/c",
+    "a/b.git",
+    ".a/b",
+    "a/b-",
+    "a/b/c",
+    "é/b",
+    "a/" + "b" * 97,
+]
+
+
+def test_hub_ids_are_those_of_huggingface_hub():
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    for name in ("a/b", "Org_1/x.y-z", "a/_b", "a/" + "b" * 96):
+        validate_repo_id(name)
+        assert HUB_ID.fullmatch(name), name
+    for name in NO_IDS[1:]:
+        assert not HUB_ID.fullmatch(name), name
+        with pytest.raises(HFValidationError):
+            validate_repo_id(name)
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_a_name_that_is_none(push, name):
+    assert "is no Hub id; write org/name" in push(repo=name, code=2).stderr
     assert job.FORMAT == "qatpack.push/1"
