@@ -228,8 +228,9 @@ def _limits(results: Results) -> str:
 def _licence(build: Build, source: SourceCard) -> str:
     """Whose work it is and under which terms, from the source's card only."""
     data = source.metadata
-    said = {key: str(data[key]) for key in ("license", "license_name") if data.get(key)}
-    name = " ".join(plain(value) for value in said.values()) or "not stated in the source's card"
+    said = [data[key] for key in ("license", "license_name") if data.get(key)]
+    words = (", ".join(value) if isinstance(value, list) else str(value) for value in said)
+    name = " ".join(map(plain, words)) or "not stated in the source's card"
     address = data.get("license_link")
     terms = f", {link(address)}" if isinstance(address, str) else ""
     lines = [f"Licence, as the source states it: {name}{terms}."]

@@ -85,12 +85,15 @@ def push(
     if pr and branch != "main":
         raise click.UsageError("--pr opens a pull request on main; leave out --branch.")
     start_jax_on_cpu()
+    from ..card.results import read_results
+    from ..push.folder import recorded
     from ..push.job import Options, plan_push
     from ..push.job import push as run
 
     options = Options(branch=branch, pr=pr, public=public, delete=delete, hash_files=not no_hash)
     _quiet_bars()
-    with byte_bar("sha256", 0) as progress:
+    total = 0 if no_hash else sum(r.size for r in recorded(read_results(folder).build))
+    with byte_bar("sha256", total) as progress:
         plan = plan_push(folder, repo, options, progress=progress, tell=warn)
     for message in plan.payload.warnings:
         warn(message)

@@ -16,11 +16,12 @@ from ..checkpoint.errors import PushError
 from ..checkpoint.hub import redact
 from ..checkpoint.output import write_file
 from ..checkpoint.source import Source
+from ..repack.job import ignore_progress
 from ..verify.findings import Severity, listed
 from ..verify.job import verify
 from .folder import Payload, hashed, read_payload
 from .refusals import explained, patiently
-from .remote import Changes, Repository, compare, look, mistakable
+from .remote import Changes, Repository, compare, foreign, look, mistakable
 from .rights import Account, read_account, refusal
 from .upload import additions, message, prepare, read_back, upload
 
@@ -122,13 +123,17 @@ class Pushed:
 Tell = Callable[[str], None]
 
 
+def _silent(_: str) -> None:
+    """Nobody wants to know of a wait."""
+
+
 def plan_push(
     folder: Path,
     repo: str,
     options: Options,
     *,
-    progress: Callable[[int], object],
-    tell: Tell,
+    progress: Callable[[int], object] = ignore_progress,
+    tell: Tell = _silent,
 ) -> Plan:
     """Check folder, token and repository, cheap checks first; nothing is changed anywhere.
 
@@ -140,6 +145,8 @@ def plan_push(
     with explained(repo, options.branch), _redacted_log():
         account = read_account(patiently(api.whoami, tell=tell))
         there = look(api, repo, options.branch, tell)
+        if not options.delete:
+            _check_beside(payload, there)
         _check_rights(api, account, there, options, tell)
         if payload.card_written:
             _check_card(payload, tell)
@@ -148,15 +155,10 @@ def plan_push(
     if options.hash_files:
         payload = hashed(payload, progress)
     changes = compare(payload.files, there, delete=options.delete)
-    if odd := mistakable(changes.kept):
-        raise PushError(
-            f"{repo} holds {listed(odd)}, which readers could take for this build's weights: "
-            "remove what the build does not have with --delete, or choose another repository."
-        )
     return Plan(account, there, payload, changes, options, api.endpoint)
 
 
-def push(plan: Plan, *, tell: Tell) -> Pushed:
+def push(plan: Plan, *, tell: Tell = _silent) -> Pushed:
     """Do what was planned, read the listing back, and only then make it public.
 
     Every file is held against its sha256 once more, and the card is written into the folder, before
@@ -281,6 +283,14 @@ def _check_card(payload: Payload, tell: Tell) -> None:
             f"the Hub refuses the metadata of {CARD_NAME}{reason}: mend that of the source's "
             "card, then run `qatpack card` and this again."
         ) from error
+
+
+def _check_beside(payload: Payload, there: Repository) -> None:
+    if odd := mistakable(foreign(payload.files, there)):
+        raise PushError(
+            f"{there.id} holds {listed(odd)}, which readers could take for this build's weights: "
+            "remove what the build does not have with --delete, or choose another repository."
+        )
 
 
 def _check_visibility(there: Repository, options: Options) -> None:

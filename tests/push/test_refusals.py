@@ -113,6 +113,11 @@ def test_a_hub_that_says_less_about_rights_is_left_to_answer_itself():
     account = read_account({"name": "nina", "orgs": [{"name": "acme"}], "auth": {"type": "oauth"}})
     assert account == Known("nina", None, {"acme": None})
     assert refusal(account, REPO, exists=False, endpoint="e") is None
+    cased = Known("Nina", None, {"ACME": "write"})
+    assert refusal(cased, REPO, exists=False, endpoint="e") is None
+    assert refusal(cased, "nina/x", exists=False, endpoint="e") is None
+    scoped = Known("Nina", "fineGrained", {}, frozenset({("user", "nina")}))
+    assert refusal(scoped, "NINA/x", exists=False, endpoint="e") is None
     odd = {"auth": {"accessToken": {"role": "fineGrained", "fineGrained": {"scoped": [None, 3]}}}}
     assert read_account(odd).scopes == frozenset()
     assert read_account({"orgs": None, "auth": []}).role is None
