@@ -117,7 +117,7 @@ def measure(folder: Path) -> None:
     job.open_api()  # its import is not the push
     with Peak() as peak:
         start = time.perf_counter()
-        plan = job.plan_push(folder, "bench/large", job.Options(), progress=len_of, tell=print)
+        plan = job.plan_push(folder, "bench/large", job.Options(), tell=print)
         planned = time.perf_counter()
         pushed = job.push(plan, tell=print)
         done = time.perf_counter()
@@ -131,10 +131,6 @@ def measure(folder: Path) -> None:
     memory = {"anonymous_before": peak.before, "anonymous_peak": peak.highest}
     seconds = {"check_s": planned - start, "push_s": done - planned}
     print(json.dumps({"bytes": nbytes, **seconds, **memory}))
-
-
-def len_of(nbytes: int) -> None:
-    """Progress that nobody watches."""
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
+from ..checkpoint.hub import HUB_ID
 from ..checkpoint.manifest import MANIFEST_FORMAT, MANIFEST_NAME, FileRecord
-from .fields import COMMIT, HUB_ID, SHA256, FieldError, Fields
+from .fields import COMMIT, SHA256, FieldError, Fields
 
 VERSION = re.compile(r"[\w.+-]+", re.ASCII)
 SCALE_DTYPES = re.compile(r"bfloat16|float16|float32")
@@ -82,8 +83,15 @@ def _build(fields: Fields) -> Build:
         keep_off_grid=options.text("on_off_grid") == "keep",
         shard_bytes=options.integer("shard_bytes"),
         decode=fields.text("decode"),
-        totals={name: fields["totals"].integer(name) for name in _TOTALS},
+        totals=_totals(fields["totals"]),
     )
+
+
+def _totals(fields: Fields) -> dict[str, int]:
+    totals = {name: fields.integer(name) for name in _TOTALS}
+    fields.part("identical", totals["values"])
+    fields.part("certified", totals["groups"] - fields.part("zero", totals["groups"]))
+    return totals
 
 
 def _records(fields: Fields) -> tuple[FileRecord, ...]:
@@ -98,10 +106,12 @@ def _records(fields: Fields) -> tuple[FileRecord, ...]:
 
 
 def _inside(item: Fields) -> str:
-    """A name of a file inside the folder: relative, no step upwards, nothing hidden in between."""
+    """A name of a file inside the folder: relative, no step upwards, nothing hidden."""
     name = item.text("name")
     path = PurePosixPath(name)
-    odd = any(part == ".." or not part.isprintable() for part in path.parts)
+    odd = any(part.startswith(".") or not part.isprintable() for part in name.split("/"))
     if not name or path.is_absolute() or odd or path.as_posix() != name or "\\" in name:
-        raise FieldError(f"{item.path} names {name!r}, which is no file inside the folder")
+        raise FieldError(
+            f"{item.path} names {name!r}, which is no file inside the folder, or a hidden one"
+        )
     return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +55,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Tokens equal to the reference's greedy continuation; the floor is the reference's own."""
+    """Tokens before the first one that is not the reference's; the floor is the reference's own."""
 
     tokens: int
-    equal: int
-    floor_equal: int
+    equal_before: int
+    floor_equal_before: int
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def read_evaluation(report: Mapping[str, Any], build: Build) -> Evaluation:
     (ours,) = builds
     _check_files(ours, build.files, "build")
     _check_files(fields["reference"], build.source_files, "source")
+    _check_repeatable(fields["reference_results"])
     machine = fields["machine"]
     return Evaluation(
         version=fields["tool"].text("version", VERSION),
@@ -132,6 +134,12 @@ def _check_files(fields: Fields, records: Sequence[FileRecord], side: str) -> No
         raise FieldError(f"it read other files of the {side} than the manifest records")
 
 
+def _check_repeatable(reference: Fields) -> None:
+    """Raise `FieldError` where the reference differed from a second run of itself."""
+    if reference.has("self_check") and (most := reference["self_check"].number("max")) > 0:
+        raise FieldError(f"the reference differs from itself by up to {most:.3g} nats (self_check)")
+
+
 def _conventions(fields: Fields) -> Conventions:
     text = fields["text"]
     return Conventions(
@@ -156,12 +164,19 @@ def _conventions(fields: Fields) -> Conventions:
 
 
 def _divergence(fields: Fields) -> Divergence:
-    return Divergence(**{name: fields.number(name) for name in Divergence.__dataclass_fields__})
+    most = {"same_top": 1.0}
+    return Divergence(
+        **{
+            name: fields.number(name, most=most.get(name, math.inf))
+            for name in Divergence.__dataclass_fields__
+        }
+    )
 
 
 def _greedy(fields: Fields) -> Greedy:
-    floor = fields["floor"].integer("equal")
-    return Greedy(fields.integer("tokens"), fields.integer("equal"), floor)
+    tokens = fields.integer("tokens")
+    floor = fields["floor"].part("equal_before", tokens)
+    return Greedy(tokens, fields.part("equal_before", tokens), floor)
 
 
 def _speeds(fields: Fields, reference: Fields) -> tuple[Speed, ...]:

@@ -7,9 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+_LARGEST = 2**63 - 1
 
 
 class FieldError(ValueError):
@@ -51,27 +53,40 @@ class Fields:
         return [Fields(item, f"{self.path}[{i}]") for i, item in enumerate(self.value)]
 
     def integer(self, key: str) -> int:
-        """A count: 0 or more."""
+        """A count: 0 or more, of 63 bits at most."""
         value = self._get(key)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= _LARGEST:
             raise FieldError(f"{self._name(key)} is no count")
+        return value
+
+    def part(self, key: str, whole: int) -> int:
+        """A count that is no more than `whole`."""
+        value = self.integer(key)
+        if value > whole:
+            raise FieldError(f"{self._name(key)} is {value:,} of {whole:,}")
         return value
 
     def integer_or_none(self, key: str) -> int | None:
         """A count, or None for null."""
         return None if self._get(key) is None else self.integer(key)
 
-    def number(self, key: str) -> float:
-        """A finite number."""
+    def number(self, key: str, *, most: float = math.inf) -> float:
+        """A finite number from 0 to `most`: nothing that is measured is below 0."""
         value = self._get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise FieldError(f"{self._name(key)} is no number")
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise FieldError(f"{self._name(key)} is not finite")
-        return float(value)
+        if not 0 <= number <= most:
+            raise FieldError(f"{self._name(key)} is {number:g}, outside of 0 to {most:g}")
+        return number
 
     def number_or_none(self, key: str) -> float | None:
-        """A finite number, or None for null."""
+        """A finite number from 0, or None for null."""
         return None if self._get(key) is None else self.number(key)
 
     def flag(self, key: str) -> bool:

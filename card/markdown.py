@@ -27,9 +27,14 @@ def plain(text: str) -> str:
     return _MARKUP.sub(r"\\\1", said).replace("://", ":&#47;&#47;")
 
 
+def is_address(text: str) -> bool:
+    """Whether the text is an http or https address."""
+    return _URL.fullmatch(text) is not None
+
+
 def link(url: str, label: str = "") -> str:
     """A link to a web address, or the text of what is none."""
-    if not _URL.fullmatch(url):
+    if not is_address(url):
         return plain(url)
     return f"[{plain(label or url)}]({url})"
 

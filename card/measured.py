@@ -117,13 +117,15 @@ def _fidelity(found: Evaluation) -> Iterator[tuple[str, str]]:
     if d is not None:
         yield "mean KL", f"{d.mean:.5g} ± {d.standard_error:.2g} nats"
         yield "median, 99 %, largest KL", f"{d.median:.3g}, {d.p99:.3g}, {d.max:.3g} nats"
-        yield "same top token", f"{100 * d.same_top:.2f} ± {100 * d.same_top_se:.2f} %"
+        same = share(d.same_top, 1).removesuffix(" %")
+        yield "same top token", f"{same} ± {100 * d.same_top_se:.3f} %"
         yield "perplexity", f"{d.perplexity:.5g} (reference {d.reference_perplexity:.5g})"
         yield "perplexity ratio", f"{d.perplexity_ratio:.4f} ± {d.perplexity_ratio_se:.4f}"
     if greedy is not None:
         yield (
-            "greedy tokens equal to the reference's",
-            f"{greedy.equal:,} of {greedy.tokens:,} (the reference again: {greedy.floor_equal:,})",
+            "greedy tokens equal before the first difference",
+            f"{greedy.equal_before:,} of {greedy.tokens:,} "
+            f"(the reference again: {greedy.floor_equal_before:,})",
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import regular_size
 from .evaluation import Evaluation
-from .markdown import one_line
+from .markdown import is_address, one_line
 from .results import Results
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ TAGS = ("gemma", "qat", "w4a16", "int4", "compressed-tensors", "vllm", "qatpack"
 _WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
 _KEPT = ("license", "license_name", "license_link", "pipeline_tag", "library_name", "language")
 _WORDS = ("license", "license_name", "pipeline_tag", "library_name")
+_FILE = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*", re.ASCII)
 LONGEST = 500
 
 
@@ -56,7 +57,7 @@ def _kept(key: str, value: object) -> str | list[str] | None:
     """A value of the source's metadata if it is one the Hub could accept, else None."""
     if isinstance(value, bool):  # `language: no` is read as one
         return "no" if key == "language" and not value else None
-    if isinstance(value, list) and key == "language":
+    if isinstance(value, list) and key in ("language", "license"):
         words = [w for item in value if isinstance(w := _kept(key, item), str)]
         return words or None
     if not isinstance(value, str):
@@ -64,7 +65,8 @@ def _kept(key: str, value: object) -> str | list[str] | None:
     text = one_line(value)
     if key in (*_WORDS, "language"):
         return text if _WORD.fullmatch(text) else None
-    return text if 0 < len(text) <= LONGEST else None
+    good = is_address(text) or _FILE.fullmatch(text)
+    return text if good and len(text) <= LONGEST else None
 
 
 def card_metadata(results: Results, source: SourceCard, title: str) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..checkpoint.errors import CheckpointError, QatpackError
+from ..checkpoint.hub import HUB_ID
 from ..checkpoint.manifest import MANIFEST_NAME, FileRecord
 from ..checkpoint.output import write_file
 from ..checkpoint.units import share
 from .build import Build
-from .fields import HUB_ID
-from .files import CARD_NAME, ORIGINAL_CARD_NAME
+from .files import CARD_NAME, ORIGINAL_CARD_NAME, check_own
 from .kept import GENERATED, is_generated, marked, read_parts
 from .markdown import link, plain, table
 from .measured import measured
@@ -65,13 +65,15 @@ def make_card(
         )
     known = _REPO.search(old)
     before = known[1] if known and HUB_ID.fullmatch(known[1]) else PLACEHOLDER
+    check_own(folder, ORIGINAL_CARD_NAME)
     source = source_card(folder / ORIGINAL_CARD_NAME)
     parts = read_parts(old) if is_generated(old) else {}
     return results, card_text(results, source, repo=repo or before, parts=parts)
 
 
 def read_card(folder: Path) -> str:
-    """The README.md that stands there, "" where none does."""
+    """The README.md that stands there, "" where none does. Raises `CheckpointError` for a link."""
+    check_own(folder, CARD_NAME)
     path = folder / CARD_NAME
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
@@ -226,8 +228,9 @@ def _limits(results: Results) -> str:
 def _licence(build: Build, source: SourceCard) -> str:
     """Whose work it is and under which terms, from the source's card only."""
     data = source.metadata
-    said = {key: str(data[key]) for key in ("license", "license_name") if data.get(key)}
-    name = " ".join(plain(value) for value in said.values()) or "not stated in the source's card"
+    said = [data[key] for key in ("license", "license_name") if data.get(key)]
+    words = (", ".join(value) if isinstance(value, list) else str(value) for value in said)
+    name = " ".join(map(plain, words)) or "not stated in the source's card"
     address = data.get("license_link")
     terms = f", {link(address)}" if isinstance(address, str) else ""
     lines = [f"Licence, as the source states it: {name}{terms}."]

@@ -14,7 +14,7 @@ from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
 from .build import Build, read_build
 from .evaluation import Evaluation, read_evaluation
 from .fields import FieldError
-from .files import EVALUATION_NAME, VERIFY_NAME, plot_names
+from .files import EVALUATION_NAME, VERIFY_NAME, check_own, plot_names
 from .verification import Verification, read_verification
 
 T = TypeVar("T")
@@ -45,9 +45,14 @@ def read_results(folder: Path) -> Results:
     """Read the manifest and what was measured later.
 
     A result file of another build, of part of one, or a damaged one lends no figures: `warnings`
-    names it. Raises `CheckpointError` where the manifest is missing or damaged.
+    names it. Raises `CheckpointError` where the folder or its manifest is missing or damaged, and
+    for a file that is a link.
     """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder; name one that repack finished.")
     build = read_build(read_manifest(folder))
+    for name in (MANIFEST_NAME, VERIFY_NAME, EVALUATION_NAME):
+        check_own(folder, name)
     digest = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
     warnings: list[str] = []
     verification = _read(

@@ -8,13 +8,18 @@ from typing import Any
 
 from ..checkpoint.manifest import MANIFEST_NAME
 from .build import VERSION, Build
-from .fields import COMMIT, HUB_ID, FieldError, Fields
+from .fields import FieldError, Fields
 from .files import VERIFY_FORMAT
 
 _COUNTS = (
     "tensors", "values", "identical", "unrounded", "cast", "groups", "compared", "levels_differ",
     "max_7_5", "zero_groups",
 )  # fmt: skip
+_PARTS = (
+    ("identical", "values"), ("unrounded", "values"), ("cast", "values"), ("compared", "groups"),
+    ("levels_differ", "compared"), ("max_7_5", "groups"), ("zero_groups", "groups"),
+)  # fmt: skip
+"""Counts and what they are counted of."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,6 @@ class Verification:
     """
 
     version: str
-    name: str
-    reference_id: str | None
-    reference_commit: str | None
     verdict: str
     passed: bool
     decode: str | None
@@ -38,7 +40,6 @@ class Verification:
     largest_error: float | None
     copied: tuple[int, int] | None
     errors: tuple[str, ...]
-    warnings: int
     notes: tuple[str, ...]
     checks: tuple[str, ...]
     proven: tuple[str, ...]
@@ -59,27 +60,29 @@ def read_verification(report: Mapping[str, Any], build: Build, digest: str) -> V
     found = [_finding(item) for item in fields["findings"].items()]
     fidelity = fields["fidelity"] if fields.has("fidelity") else None
     total = fidelity["total"] if fidelity else None
-    reference = fields["reference"] if fields.has("reference") else None
     proof = fields["provenance"] if fields.has("provenance") else None
     return Verification(
         version=fields["tool"].text("version", VERSION),
-        name=fields["build"].text("name"),
-        reference_id=reference.text_or_none("id", HUB_ID) if reference else None,
-        reference_commit=reference.text_or_none("commit", COMMIT) if reference else None,
         verdict=fields["verdict"].text("text"),
         passed=fields.flag("passed"),
         decode=fidelity.text("decode") if fidelity else None,
-        counts={name: total.integer(name) for name in _COUNTS} if total else None,
+        counts=_counts(total) if total else None,
         relative_error=total.number_or_none("relative_error") if total else None,
         largest_error=total.number_or_none("largest_error") if total else None,
         copied=_copied(fields["copied"]) if fields.has("copied") else None,
         errors=tuple(said for severity, said in found if severity == "error"),
-        warnings=sum(severity == "warning" for severity, _ in found),
         notes=tuple(said for severity, said in found if severity == "note"),
         checks=fields.texts("checks"),
         proven=proof.texts("proven") if proof else (),
         unproven=proof.texts("unproven") if proof else (),
     )
+
+
+def _counts(total: Fields) -> dict[str, int]:
+    counts = {name: total.integer(name) for name in _COUNTS}
+    for part, whole in _PARTS:
+        total.part(part, counts[whole])
+    return counts
 
 
 def _finding(item: Fields) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What huggingface_hub raises, by name; and its token, which nothing may print."""
+"""Names on the Hub; what huggingface_hub raises, by name; and its token, which none may print."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TOKEN = re.compile(r"hf_\w{8,}")
+HUB_ID = re.compile(r"(?!.*(?:--|\.\.))(?!.*\.git$)\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+"""`org/name`, by the rules of huggingface_hub's `validate_repo_id`, without importing it."""
+
 SIGNATURE = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 """An address with a query: those of the storage carry their permission in it."""
 

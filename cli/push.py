@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 SHOWN = 8
 """Names in a row of the table."""
 
+_NO_BRANCH = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./]|[./]$|^@?$|^[0-9a-f]{40}$"
+)
+"""What git takes for no branch name, and what everybody would take for a commit."""
+
+
+def _branch_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    if _NO_BRANCH.search(value):
+        raise click.BadParameter(f"{value!r} cannot name a branch; write main or v2.", ctx, param)
+    return value
+
 
 @click.command()
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
@@ -27,13 +39,15 @@ SHOWN = 8
     "--branch",
     default="main",
     show_default=True,
+    callback=_branch_name,
     help="Branch to push to; created from main if it is not there.",
 )
 @click.option("--pr", is_flag=True, help="Open a pull request instead of pushing to a branch.")
 @click.option(
     "--public",
     is_flag=True,
-    help="Make the repository public once everything has arrived, or push to one that is public.",
+    help="Make the repository public once everything has arrived, or push to one that is public; "
+    "--pr changes no visibility.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask before --public or --delete.")
 @click.option(
@@ -71,12 +85,15 @@ def push(
     if pr and branch != "main":
         raise click.UsageError("--pr opens a pull request on main; leave out --branch.")
     start_jax_on_cpu()
+    from ..card.results import read_results
+    from ..push.folder import recorded
     from ..push.job import Options, plan_push
     from ..push.job import push as run
 
     options = Options(branch=branch, pr=pr, public=public, delete=delete, hash_files=not no_hash)
     _quiet_bars()
-    with byte_bar("sha256", 0) as progress:
+    total = 0 if no_hash else sum(r.size for r in recorded(read_results(folder).build))
+    with byte_bar("sha256", total) as progress:
         plan = plan_push(folder, repo, options, progress=progress, tell=warn)
     for message in plan.payload.warnings:
         warn(message)
@@ -148,9 +165,9 @@ def _confirm(plan: Plan, yes: bool) -> None:
     """Ask before what cannot be taken back quietly."""
     there, doomed = plan.there, plan.changes.deleted
     questions = []
-    if plan.options.public and there.private is not False:
+    if plan.publishes:
         questions.append(f"Make {there.id} public?")
-    elif plan.options.public:
+    elif plan.options.public and there.private is False:
         questions.append(f"Push to {there.id}, which is public?")
     if doomed:
         questions.append(f"Delete {len(doomed)} files of {there.id}?")

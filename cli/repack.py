@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ..checkpoint.hub import HUB_ID
 from ..checkpoint.units import share, size
 from .progress import byte_bar
 from .text import print_json, table, warn
@@ -45,10 +45,10 @@ class _Size(click.ParamType):
         return nbytes
 
 
-def hub_id(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+def hub_id(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """An option or argument that is `org/name`."""
-    if value is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", value):
-        raise click.BadParameter(f"{value!r} is no Hub id; write org/name.")
+    if value is not None and not HUB_ID.fullmatch(value):
+        raise click.BadParameter(f"{value!r} is no Hub id; write org/name.", ctx, param)
     return value
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..card.build import Build
-from ..card.files import CARD_NAME, ORIGINAL_CARD_NAME
+from ..card.files import CARD_NAME, ORIGINAL_CARD_NAME, check_own
 from ..card.kept import is_generated
 from ..card.metadata import source_card
 from ..card.page import licence_warning, make_card, read_card
 from ..card.results import Results, read_results
 from ..checkpoint.errors import PushError
 from ..checkpoint.hashing import hash_file
-from ..checkpoint.manifest import MANIFEST_NAME
+from ..checkpoint.manifest import MANIFEST_NAME, FileRecord
 from ..checkpoint.units import size
 from ..verify.findings import listed
 
@@ -69,15 +69,16 @@ def read_payload(folder: Path, repo: str) -> Payload:
     """What a push of a finished folder sends; nothing is hashed yet.
 
     The card is made anew for `repo` in memory, unless it is somebody else's README.md. Raises
-    `CheckpointError` for a folder that is not finished or a damaged manifest, `PushError` for
-    files that are missing or have another size.
+    `CheckpointError` for a folder that is not finished, a damaged manifest or a file that is a
+    link, `PushError` for files that are missing or have another size.
     """
     results = read_results(folder)
     files = {
         record.name: LocalFile(record.name, folder / record.name, record.size, record.sha256)
-        for record in results.build.files
-        if record.name != CARD_NAME
+        for record in recorded(results.build)
     }
+    for name in files:
+        check_own(folder, name)
     _check_sizes(folder, files)
     for name in (MANIFEST_NAME, *results.names):
         path = folder / name
@@ -127,6 +128,11 @@ def _left(folder: Path, files: Mapping[str, LocalFile]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name not in {*files, CARD_NAME}))
 
 
+def recorded(build: Build) -> tuple[FileRecord, ...]:
+    """The files that are held against a hash of the manifest: all but the card."""
+    return tuple(record for record in build.files if record.name != CARD_NAME)
+
+
 def hashed(payload: Payload, progress: Callable[[int], object]) -> Payload:
     """The payload after hashing every file that the manifest lists.
 
@@ -134,7 +140,7 @@ def hashed(payload: Payload, progress: Callable[[int], object]) -> Payload:
     `payload.bytes` at most. Raises `PushError` for a file that is not the one that was written.
     """
     files, good = dict(payload.files), 0
-    records = [record for record in payload.build.files if record.name != CARD_NAME]
+    records = recorded(payload.build)
     for record in records:
         path = files[record.name].path
         found = hash_file(path, progress=progress)

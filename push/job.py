@@ -16,13 +16,14 @@ from ..checkpoint.errors import PushError
 from ..checkpoint.hub import redact
 from ..checkpoint.output import write_file
 from ..checkpoint.source import Source
+from ..repack.job import ignore_progress
 from ..verify.findings import Severity, listed
 from ..verify.job import verify
 from .folder import Payload, hashed, read_payload
 from .refusals import explained, patiently
-from .remote import Changes, Repository, compare, look, mistakable
+from .remote import Changes, Repository, compare, foreign, look, mistakable
 from .rights import Account, read_account, refusal
-from .upload import message, prepare, read_back, upload
+from .upload import additions, message, prepare, read_back, upload
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -38,7 +39,7 @@ class Options:
     """How to push.
 
     - `branch`: created from `main` where it is not there; `pr`: open a pull request instead.
-    - `public`: may be, or become, visible to everybody.
+    - `public`: may be, or become, visible to everybody; with `pr` only the former.
     - `delete`: remove files there that the build does not have.
     - `hash_files`: hold every file against the manifest's sha256 first.
     """
@@ -64,7 +65,13 @@ class Plan:
     @property
     def private(self) -> bool:
         """Whether the repository will be private afterwards."""
-        return not self.options.public
+        return not self.publishes and self.there.private is not False
+
+    @property
+    def publishes(self) -> bool:
+        """Whether the push makes the repository public. A pull request never does."""
+        options = self.options
+        return options.public and not options.pr and self.there.private is not False
 
     @property
     def sent_bytes(self) -> int:
@@ -116,13 +123,17 @@ class Pushed:
 Tell = Callable[[str], None]
 
 
+def _silent(_: str) -> None:
+    """Nobody wants to know of a wait."""
+
+
 def plan_push(
     folder: Path,
     repo: str,
     options: Options,
     *,
-    progress: Callable[[int], object],
-    tell: Tell,
+    progress: Callable[[int], object] = ignore_progress,
+    tell: Tell = _silent,
 ) -> Plan:
     """Check folder, token and repository, cheap checks first; nothing is changed anywhere.
 
@@ -134,6 +145,8 @@ def plan_push(
     with explained(repo, options.branch), _redacted_log():
         account = read_account(patiently(api.whoami, tell=tell))
         there = look(api, repo, options.branch, tell)
+        if not options.delete:
+            _check_beside(payload, there)
         _check_rights(api, account, there, options, tell)
         if payload.card_written:
             _check_card(payload, tell)
@@ -142,21 +155,18 @@ def plan_push(
     if options.hash_files:
         payload = hashed(payload, progress)
     changes = compare(payload.files, there, delete=options.delete)
-    if odd := mistakable(changes.kept):
-        raise PushError(
-            f"{repo} holds {listed(odd)}, which readers could take for this build's weights: "
-            "remove what the build does not have with --delete, or choose another repository."
-        )
     return Plan(account, there, payload, changes, options, api.endpoint)
 
 
-def push(plan: Plan, *, tell: Tell) -> Pushed:
+def push(plan: Plan, *, tell: Tell = _silent) -> Pushed:
     """Do what was planned, read the listing back, and only then make it public.
 
-    The card is written into the folder first. Raises `PushError`; files that have arrived are kept
-    by the Hub, so that the same push goes on where it stopped.
+    Every file is held against its sha256 once more, and the card is written into the folder, before
+    anything is sent. Raises `PushError`; files that have arrived are kept by the Hub, so that the
+    same push goes on where it stopped.
     """
     payload, there, options = plan.payload, plan.there, plan.options
+    added, files = additions(payload.files, plan.changes)
     if payload.card_written:
         write_file(payload.folder / CARD_NAME, payload.files[CARD_NAME].text or b"")
     api = open_api()
@@ -165,15 +175,26 @@ def push(plan: Plan, *, tell: Tell) -> Pushed:
         commit, pr_url = head, None
         if not plan.changes.none:
             sent = upload(
-                api, there, head, payload.files, plan.changes, payload.build,
+                api, there, head, added, files, plan.changes, payload.build,
                 pr=options.pr, tell=tell,
             )  # fmt: skip
             commit, pr_url = sent.commit, sent.pr_url
-        read_back(api, there.id, commit, payload.files, plan.changes, tell)
-        if options.public and there.private is not False:
-            patiently(lambda: api.update_repo_settings(there.id, private=False), tell=tell)
+        read_back(api, there.id, commit, files, plan.changes, tell)
+        if plan.publishes:
+            _publish(api, there, tell)
     url = f"{api.endpoint}/{there.id}/tree/{commit}"
     return Pushed(commit, url, pr_url, plan.private, not plan.changes.none)
+
+
+def _publish(api: HfApi, there: Repository, tell: Tell) -> None:
+    """Raises `PushError` saying that everything has arrived all the same."""
+    try:
+        with explained(there.id, there.branch):
+            patiently(lambda: api.update_repo_settings(there.id, private=False), tell=tell)
+    except PushError as error:
+        raise PushError(
+            f"{there.id} was pushed and read back, but is still private: {error}"
+        ) from error
 
 
 def open_api() -> HfApi:
@@ -256,11 +277,20 @@ def _check_card(payload: Payload, tell: Tell) -> None:
     try:
         patiently(validate, tell=tell)
     except ValueError as error:  # its BadRequestError
-        said = redact(" ".join(str(getattr(error, "server_message", None) or error).split()))
+        said = redact(" ".join(str(getattr(error, "server_message", "")).split()))
+        reason = f" ({said})" if said else ""
         raise PushError(
-            f"the Hub refuses the metadata of {CARD_NAME} ({said}): mend that of the source's "
+            f"the Hub refuses the metadata of {CARD_NAME}{reason}: mend that of the source's "
             "card, then run `qatpack card` and this again."
         ) from error
+
+
+def _check_beside(payload: Payload, there: Repository) -> None:
+    if odd := mistakable(foreign(payload.files, there)):
+        raise PushError(
+            f"{there.id} holds {listed(odd)}, which readers could take for this build's weights: "
+            "remove what the build does not have with --delete, or choose another repository."
+        )
 
 
 def _check_visibility(there: Repository, options: Options) -> None:

@@ -91,7 +91,8 @@ TRIES = 5
 LONGEST_WAIT = 300.0
 """Seconds; a Hub that asks for more is told about instead of waited for."""
 
-_RESET = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
+_RESET = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*([0-9]+)")
+_SECONDS = re.compile(r"[0-9]+")
 
 
 @contextmanager
@@ -149,7 +150,7 @@ def pause(error: BaseException, attempt: int) -> float | None:
     headers = getattr(error, "response").headers  # noqa: B009 - any class that has a status
     asked = headers.get("Retry-After", "")
     window = _RESET.search(headers.get("RateLimit", "")) if status_code(error) == 429 else None
-    wait = float(window[1]) if window else float(asked) if asked.isdigit() else float(2**attempt)
+    wait = float(window[1] if window else asked if _SECONDS.fullmatch(asked) else 2**attempt)
     return wait if wait <= LONGEST_WAIT else None
 
 

@@ -119,17 +119,22 @@ class Changes:
         return not self.sent and not self.deleted
 
 
+def foreign(names: Iterable[str], there: Repository) -> tuple[str, ...]:
+    """The files there that are not among `names` and not the repository's own, sorted."""
+    return tuple(sorted(there.files.keys() - set(names) - set(OWN)))
+
+
 def compare(files: Mapping[str, LocalFile], there: Repository, *, delete: bool) -> Changes:
     """What has to change. With `delete`, files that the build does not have go."""
     common = sorted(files.keys() & there.files.keys())
     same = tuple(name for name in common if there.files[name].holds(files[name]))
-    foreign = tuple(sorted(there.files.keys() - files.keys() - set(OWN)))
+    others = foreign(files, there)
     return Changes(
         new=tuple(sorted(files.keys() - there.files.keys())),
         changed=tuple(name for name in common if name not in same),
         unchanged=same,
-        deleted=foreign if delete else (),
-        kept=() if delete else foreign,
+        deleted=others if delete else (),
+        kept=() if delete else others,
     )
 
 

@@ -56,7 +56,8 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def refusal(account: Account, repo: str, *, exists: bool, endpoint: str) -> str | None:
     """Why the push cannot work, with the next step; None where nothing speaks against it.
 
-    What is not known is left to the Hub, which answers the write itself.
+    What is not known is left to the Hub, which answers the write itself. Names are compared
+    without case, as there.
     """
     namespace = repo.partition("/")[0]
     tokens = f"{endpoint}/settings/tokens"
@@ -65,12 +66,13 @@ def refusal(account: Account, repo: str, *, exists: bool, endpoint: str) -> str 
             f"the token of {account.name} may only read: make one that may write at {tokens}, then"
             " run `hf auth login` and this again"
         )
-    if namespace != account.name and namespace not in account.orgs:
+    orgs = {name.casefold(): role for name, role in account.orgs.items()}
+    if namespace.casefold() not in (account.name.casefold(), *orgs):
         return (
             f"{account.name} is no member of {namespace}: push to {account.name}/"
             f"{repo.partition('/')[2]}, or see with `hf auth whoami` whose token is in use"
         )
-    role = account.orgs.get(namespace)
+    role = orgs.get(namespace.casefold())
     if role is not None and role not in WRITERS:
         return (
             f"{account.name} may only read in {namespace}: ask for the right to write there, or"
@@ -87,4 +89,5 @@ def refusal(account: Account, repo: str, *, exists: bool, endpoint: str) -> str 
 
 def _granted(account: Account, repo: str, namespace: str, *, exists: bool) -> bool:
     wanted = {("user", namespace), ("org", namespace)} | ({("model", repo)} if exists else set())
-    return not account.scopes.isdisjoint(wanted)
+    granted = {(kind, name.casefold()) for kind, name in account.scopes}
+    return not granted.isdisjoint((kind, name.casefold()) for kind, name in wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..card.build import Build
@@ -56,10 +56,35 @@ def prepare(api: HfApi, there: Repository, *, pr: bool, tell: Callable[[str], No
     return head
 
 
+def additions(
+    files: Mapping[str, LocalFile], changes: Changes
+) -> tuple[list[CommitOperationAdd], dict[str, LocalFile]]:
+    """The files to send as the client sees them, and all files with the hashes it computed.
+
+    Raises `PushError` for a file that is no longer the one that was recorded or hashed.
+    """
+    from huggingface_hub import CommitOperationAdd
+
+    made, known = [], dict(files)
+    for name in changes.sent:
+        file = files[name]
+        addition = CommitOperationAdd(name, str(file.path) if file.text is None else file.text)
+        info = addition.upload_info
+        if info.size != file.size or file.sha256 not in (None, info.sha256.hex()):
+            raise PushError(
+                f"{file.path}: has changed since it was repacked or read: its sha256 is another "
+                "now; run this again, and repack the source where that stops too."
+            )
+        known[name] = replace(file, sha256=info.sha256.hex())
+        made.append(addition)
+    return made, known
+
+
 def upload(
     api: HfApi,
     there: Repository,
     head: str,
+    added: list[CommitOperationAdd],
     files: Mapping[str, LocalFile],
     changes: Changes,
     build: Build,
@@ -67,23 +92,20 @@ def upload(
     pr: bool,
     tell: Callable[[str], None],
 ) -> Sent:
-    """Send what changed as one commit whose parent is `head`.
+    """Send what changed as one commit whose parent is `head`; `added` and `files` by `additions`.
 
     Large files first, each checked by the Hub against its sha256 and kept there if a later one
     fails; then the commit. An answer that is lost is not taken for a failure: the branch is looked
     at again. Raises `PushError` where the branch moved meanwhile.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+    from huggingface_hub import CommitOperationDelete
 
-    additions = [
-        CommitOperationAdd(name, files[name].text or str(files[name].path)) for name in changes.sent
-    ]
     deletions = [CommitOperationDelete(name, is_folder=False) for name in changes.deleted]
     revision = None if pr else there.branch
-    api.preupload_lfs_files(there.id, additions, revision=revision, create_pr=pr, free_memory=False)
+    api.preupload_lfs_files(there.id, added, revision=revision, create_pr=pr, free_memory=False)
     for attempt in range(TRIES):
         try:
-            return _commit(api, there, head, [*deletions, *additions], build, pr=pr)
+            return _commit(api, there, head, [*deletions, *added], build, pr=pr)
         except Exception as error:
             wait = pause(error, attempt)
             if wait is None or attempt == TRIES - 1:

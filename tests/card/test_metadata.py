@@ -98,7 +98,16 @@ def test_only_what_the_hub_could_accept_is_taken(tmp_path):
         "license_link": "https://ai.google.dev/gemma/terms",
         "language": ["en", "de", "no"],
     }
-    assert read(tmp_path, license=["mit", "gemma"], language=4, license_link="") == {}
+    several = read(tmp_path, license=["mit", "gemma"], language=4, license_link="")
+    assert several == {"license": ["mit", "gemma"]}
+    assert licence_warning(SourceCard(True, several)) is None
+
+
+@pytest.mark.parametrize("address", ["https://a.example/terms", "LICENSE", "terms/LICENSE.md"])
+def test_a_licence_link_is_an_address_or_a_file(tmp_path, address):
+    assert read(tmp_path, license_link=address) == {"license_link": address}
+    for odd in ("javascript:alert(1)", "../LICENSE", "/etc/passwd", "data:text/html,x", "a b"):
+        assert read(tmp_path, license_link=odd) == {}
 
 
 @pytest.mark.parametrize("link", ["x\n---\n# Title\n", "a: b\n- c", "'\"{}[]%@`!&*", "l" * 5000])

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
+from qatpack.card.build import _TOTALS
 from qatpack.card.fields import FieldError, Fields
 from qatpack.card.markdown import plain, table
 from qatpack.card.page import make_card, write_card
@@ -15,6 +16,9 @@ from qatpack.cli import main
 
 VERIFY, EVALUATION = "verify_report.json", "evaluation.json"
 FIGURES = {VERIFY: "0.231 %", EVALUATION: "0.00021 ± 1e-05 nats"}
+
+
+TOTALS = dict.fromkeys(_TOTALS, 0)
 
 
 def made(folder, **options):
@@ -35,7 +39,7 @@ def test_all_results(folder, report, evaluation, put):
     put(folder, VERIFY, report)
     put(folder, EVALUATION, evaluation)
     (folder / "plots").mkdir()
-    (folder / "plots" / "build-levels.png").write_bytes(b"png")
+    (folder / "plots" / "build-levels.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (folder / "plots" / "notes.txt").write_bytes(b"no")
     results, text = make_card(folder, repo="acme/demo")
     assert results.warnings == ()
@@ -45,9 +49,9 @@ def test_all_results(folder, report, evaluation, put):
         "| values identical | 90.665 % |",
         "| other tensors, byte for byte | 267 of 267 |",
         "trained grid at bfloat16 steps",
-        "| same top token | 99.29 ± 0.13 % |",
+        "| same top token | 99.290 ± 0.130 % |",
         "| perplexity ratio | 0.9994 ± 0.0003 |",
-        "126 of 128 (the reference again: 127)",
+        "| greedy tokens equal before the first difference | 57 of 128 (the reference again: 91) |",
         "| 1 | 103.5 (101.0..104.0) | 133.2 | 0.777 | 12.5 ms | 20.2 ms |",
         r"KL(reference \|\| build) in nats, float32 log-softmax, mean over 4,096 positions",
         "WikiText-2 raw v1 test at " + "b" * 40,
@@ -114,6 +118,22 @@ OTHERS = {
                        "it speaks of 2 builds"),
     "a true mean": (EVALUATION, lambda e: e["builds"][0]["divergence"].update(mean=True),
                     "divergence.mean is no number"),
+    "a negative divergence": (EVALUATION, lambda e: e["builds"][0]["divergence"].update(mean=-1.0),
+                              "divergence.mean is -1, outside of 0 to inf"),
+    "a huge integer": (EVALUATION, lambda e: e["builds"][0]["divergence"].update(max=10**400),
+                       "divergence.max is not finite"),
+    "a huge count": (EVALUATION, lambda e: e["conventions"].update(windows=2**63),
+                     "conventions.windows is no count"),
+    "more than all": (EVALUATION, lambda e: e["builds"][0]["divergence"].update(same_top=1.01),
+                      "divergence.same_top is 1.01, outside of 0 to 1"),
+    "more tokens than there are": (
+        EVALUATION, lambda e: e["builds"][0]["greedy"].update(equal_before=129),
+        "greedy.equal_before is 129 of 128"),
+    "no repeatable reference": (
+        EVALUATION, lambda e: e["reference_results"]["self_check"].update(max=0.5),
+        "the reference differs from itself by up to 0.5 nats"),
+    "a part above its whole": (VERIFY, lambda r: r["fidelity"]["total"].update(identical=10**12),
+                               "fidelity.total.identical is 1,000,000,000,000 of"),
     "a list": (EVALUATION, lambda e: e.update(machine=[1]), "machine is no JSON object"),
 }  # fmt: skip
 
@@ -154,7 +174,7 @@ def test_a_manifest_without_hashes_proves_no_evaluation(folder, evaluation, put)
 
 def test_plots_alone_are_not_shown(folder):
     (folder / "plots").mkdir()
-    (folder / "plots" / "a.png").write_bytes(b"png")
+    (folder / "plots" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     results, text = make_card(folder)
     assert ".png" not in text
     assert "plots: left out" in results.warnings[0]
@@ -241,8 +261,11 @@ def test_a_real_licence_link_is_one(folder):
     ("key", "value", "said"),
     [
         ("source", {"id": "a/b](x", "commit": None, "files": []}, "source.id is not of the form"),
+        ("source", {"id": "../..", "commit": None, "files": []}, "source.id is not of the form"),
         ("source", {"id": None, "commit": "main", "files": []}, "source.commit is not of the form"),
         ("tool", {"version": "1 | 2"}, "tool.version is not of the form"),
+        ("totals", {**TOTALS, "values": 1, "identical": 2}, r"totals.identical is 2 of 1"),
+        ("totals", {**TOTALS, "groups": 2, "zero": 1, "certified": 2}, r"totals.certified is 2 of"),
         ("totals", {}, "totals.source_bytes is missing"),
         ("files", "none", "files is no list"),
         ("format", "qatpack.repack/9", "format is not qatpack.repack/1"),
@@ -282,6 +305,8 @@ def test_the_command_says_what_it_used(folder, report, put):
     assert CliRunner().invoke(main, ["card", str(folder), "--repo", "x"]).exit_code == 2
     (folder / "repack_report.json").unlink()
     assert "is unfinished" in CliRunner().invoke(main, ["card", str(folder)]).stderr
+    missing = CliRunner().invoke(main, ["card", str(folder / "gone")])
+    assert "gone: there is no such folder" in missing.stderr
 
 
 def test_the_usage_of_transformers_loads(folder):
@@ -292,6 +317,13 @@ def test_the_usage_of_transformers_loads(folder):
     config = transformers.AutoConfig.from_pretrained(folder)
     mapping = getattr(transformers, kinds[0])._model_mapping
     assert mapping[type(config)].__name__ == config.architectures[0]
+
+
+def test_shares_say_all_only_of_all(folder, evaluation, put):
+    for share, shown in ((1 - 1e-7, "99.999 ± "), (1.0, "100 ± ")):
+        evaluation["builds"][0]["divergence"]["same_top"] = share
+        put(folder, EVALUATION, evaluation)
+        assert f"| same top token | {shown}" in made(folder)
 
 
 def test_fields_name_where_they_stand():

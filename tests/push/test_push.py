@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hub import Account, Fault, Hub, Repo, sha256
@@ -43,6 +45,16 @@ def test_a_folder_becomes_a_private_repository_in_one_commit(push, hub, stored):
     assert "Pushed, and read back: 10 files with their sizes and hashes." in result.stdout
     assert f"Next: qatpack verify {REPO}@{hub.repos[REPO].refs['main']}" in result.stdout
     assert result.stderr == ""
+
+
+def test_the_documented_calls(push, hub, build, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    build.rename(tmp_path / "gemma-4-E2B-it-w4a16")
+    monkeypatch.chdir(tmp_path)
+    hub.accounts[TOKEN] = Account("nina", orgs={"my-org": "write"})
+    exec(code, {})
+    assert "model.safetensors" in hub.repos["my-org/gemma-4-E2B-it-w4a16"].head()
 
 
 def test_a_second_push_sends_nothing(push, hub):
@@ -129,7 +141,7 @@ from pathlib import Path
 from qatpack.push import job
 job.conformance = lambda payload: None
 options = job.Options(hash_files=False)
-plan = job.plan_push(Path(sys.argv[1]), sys.argv[2], options, progress=len, tell=print)
+plan = job.plan_push(Path(sys.argv[1]), sys.argv[2], options)
 job.push(plan, tell=print)
 """
 
@@ -320,6 +332,24 @@ def test_public_asks_and_comes_last(push, hub, stored):
     assert "(public)" in result.stdout
 
 
+def test_a_pull_request_never_makes_public(push, hub, stored):
+    hub.repos[REPO] = Repo({"a" * 40: {".gitattributes": b""}}, {"main": "a" * 40}, private=True)
+    result = push("--pr", "--public")
+    assert hub.repos[REPO].private
+    assert "discussions/1 (private)" in result.stdout
+    hub.repos[REPO].private = False
+    assert "which is public?" in push("--pr", "--public", given="y\n").stderr
+    stored(ref="refs/pr/2")
+
+
+def test_what_arrived_but_stays_private_is_told(push, hub, stored):
+    hub.faults.append(Fault(rf"PUT /api/models/{REPO}/settings", status=403, message="no"))
+    result = push("--public", "--yes", code=1)
+    assert f"{REPO} was pushed and read back, but is still private: your token" in result.stderr
+    assert hub.repos[REPO].private
+    stored()
+
+
 def test_a_failed_push_never_becomes_public(push, hub):
     hub.faults.append(Fault(COMMITS, status=403))
     push("--public", "--yes", code=1)
@@ -360,6 +390,7 @@ def test_weights_of_another_build_are_not_left_beside_ours(push, hub, stored, na
     assert f"{REPO} holds {name}, which readers could take for this build's weights" in (
         result.stderr
     )
+    assert not hub.asked("POST /api/validate-yaml")  # before anything that takes time
     push("--delete", "--yes")
     stored()
     assert name not in hub.repos[REPO].head()

@@ -2,18 +2,23 @@
 
 import json
 import traceback
+from importlib import import_module
 
 import pytest
 from click.testing import CliRunner
 from hub import Account, Fault, Repo
 from push_names import READER, REPO, TOKEN
 
+from qatpack.checkpoint.hub import HUB_ID
 from qatpack.cli import main
 from qatpack.push import job, upload
 from qatpack.push.rights import Account as Known
 from qatpack.push.rights import read_account, refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def untouched(hub):
@@ -108,6 +113,11 @@ def test_a_hub_that_says_less_about_rights_is_left_to_answer_itself():
     account = read_account({"name": "nina", "orgs": [{"name": "acme"}], "auth": {"type": "oauth"}})
     assert account == Known("nina", None, {"acme": None})
     assert refusal(account, REPO, exists=False, endpoint="e") is None
+    cased = Known("Nina", None, {"ACME": "write"})
+    assert refusal(cased, REPO, exists=False, endpoint="e") is None
+    assert refusal(cased, "nina/x", exists=False, endpoint="e") is None
+    scoped = Known("Nina", "fineGrained", {}, frozenset({("user", "nina")}))
+    assert refusal(scoped, "NINA/x", exists=False, endpoint="e") is None
     odd = {"auth": {"accessToken": {"role": "fineGrained", "fineGrained": {"scoped": [None, 3]}}}}
     assert read_account(odd).scopes == frozenset()
     assert read_account({"orgs": None, "auth": []}).role is None
@@ -221,17 +231,77 @@ def test_a_folder_repacked_without_hashes(push, build, stored):
             record["sha256"] = None
 
     change_manifest(build, forget)
+    assert "hashes      skipped (--no-hash)" in push("--no-hash", repo="acme/unhashed").stdout
+    stored("acme/unhashed")
     assert "hashes      0 as in the manifest, 8 not recorded" in push().stdout
     stored()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_file_that_changes_after_the_plan_is_not_sent(push, hub, build, monkeypatch, name):
+    def meanwhile(*_):
+        data = bytearray((build / name).read_bytes())
+        data[-1] ^= 1
+        (build / name).write_bytes(data)
+
+    monkeypatch.setattr(import_module("qatpack.cli.push"), "_confirm", meanwhile)
+    for options in ((), ("--no-hash",)):
+        result = push(*options, code=1)
+        assert f"{build / name}: has changed since it was repacked or read" in result.stderr
+        assert untouched(hub)
+        meanwhile()
+
+
 @pytest.mark.parametrize(
-    "name", ["../secret", "/etc/passwd", "a/../../b", "", "a\nb", "..", "a\\b", "./config.json"]
+    "name",
+    [
+        "../secret",
+        "/etc/passwd",
+        "a/../../b",
+        "",
+        "a\nb",
+        "..",
+        "a\\b",
+        "./config.json",
+        ".",
+        ".env",
+        ".git/config",
+        ".gitattributes",
+        "a/.b",
+    ],
 )
 def test_a_manifest_that_names_files_outside(push, hub, build, name):
     change_manifest(build, lambda m: m["files"].append({"name": name, "bytes": 1, "sha256": None}))
     result = push(code=1)
     assert "which is no file inside the folder" in result.stderr
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "README.md", "ORIGINAL_README.md", "repack_report.json", "plots/a.png",
+             "verify_report.json", "plots"],
+)  # fmt: skip
+def test_a_file_that_is_a_link_is_not_followed(push, hub, build, tmp_path, name):
+    secret = tmp_path / "secret"
+    path = build / name
+    path.parent.mkdir(exist_ok=True)
+    if name == "plots":
+        secret.mkdir()
+        (secret / "a.png").write_bytes(PNG)
+    elif path.exists():
+        path.rename(secret)
+    else:
+        secret.write_text("secret")
+    path.symlink_to(secret)
+    result = push(code=1)
+    assert f"{path}: is a link to {secret}, and only files of the folder itself" in result.stderr
+    assert not hub.requests
+
+
+def test_a_plot_that_is_no_picture(push, hub, build):
+    (build / "plots").mkdir()
+    (build / "plots" / "a.png").write_bytes(b"SECRET=1")
+    assert "plots/a.png: is no PNG picture; remove it" in push(code=1).stderr
     assert not hub.requests
 
 
@@ -300,9 +370,56 @@ def test_interrupted(push, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(upload, "_commit", stop)
-    assert "a push when it is run again" in push(code=1).stderr
+    assert "push and evaluate when run again" in push(code=1).stderr
 
 
-def test_a_name_that_is_none(push):
-    assert "is no Hub id; write org/name" in push(repo="demo", code=2).stderr
+@pytest.mark.parametrize("name", ["", "-x", "a b", "a..b", "a/", "v1.lock", "a~1", "é:x", "a" * 40])
+def test_a_branch_that_git_would_not_take(push, hub, name):
+    assert "cannot name a branch" in push("--branch", name, code=2).stderr
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("asked", ["²", "٣", "-1", "soon", "1e3", ""])
+def test_a_wait_that_is_no_number(push, waits, hub, asked):
+    headers = {"Retry-After": asked.encode().decode("latin-1")}
+    hub.faults.append(Fault("GET /api/whoami-v2", 503, headers=headers))
+    push()
+    assert waits == [1]
+
+
+def test_a_refusal_without_a_reason(push, hub):
+    hub.faults.append(Fault("POST /api/validate-yaml", 400, message=""))
+    assert "refuses the metadata of README.md: mend that" in push(code=1).stderr
+
+
+NO_IDS = [
+    "demo",
+    "../..",
+    "a/..",
+    "a--b/c",
+    "a/b.git",
+    ".a/b",
+    "a/b-",
+    "a/b/c",
+    "é/b",
+    "a/" + "b" * 97,
+]
+
+
+def test_hub_ids_are_those_of_huggingface_hub():
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    for name in ("a/b", "Org_1/x.y-z", "a/_b", "a/" + "b" * 96):
+        validate_repo_id(name)
+        assert HUB_ID.fullmatch(name), name
+    for name in NO_IDS[1:]:
+        assert not HUB_ID.fullmatch(name), name
+        with pytest.raises(HFValidationError):
+            validate_repo_id(name)
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_a_name_that_is_none(push, name):
+    assert "is no Hub id; write org/name" in push(repo=name, code=2).stderr
     assert job.FORMAT == "qatpack.push/1"
