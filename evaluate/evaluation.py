@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..card.files import EVALUATION_FORMAT, EVALUATION_NAME
+from ..checkpoint.errors import OutputError
 from ..checkpoint.output import write_json
 from ..verify.report import Report
 from .machine import Machine
+from .outputs import unwritable
 from .subjects import Subject
 
 
@@ -93,13 +95,30 @@ class Evaluation:
         }
 
 
+def write_evaluation(value: Mapping[str, Any], path: Path) -> None:
+    """Write the JSON form to a file. Raises `OutputError` where it cannot be written."""
+    try:
+        write_json(path, value)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
 def write_evaluations(evaluation: Evaluation) -> list[Path]:
-    """Write evaluation.json into every build's folder; returns the paths. Raises `OSError`."""
+    """Write evaluation.json into every build's folder; returns the paths.
+
+    Raises `OutputError`, after the others were written, where one cannot be.
+    """
     paths: list[Path] = []
+    failed: list[str] = []
     for build in evaluation.builds:
         path = build.subject.source.folder / EVALUATION_NAME
-        write_json(path, evaluation.to_json(only=build.subject.name))
-        paths.append(path)
+        try:
+            write_evaluation(evaluation.to_json(only=build.subject.name), path)
+            paths.append(path)
+        except OutputError as error:
+            failed.append(str(error))
+    if failed:
+        raise OutputError(" ".join(failed))
     return paths
 
 
