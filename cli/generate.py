@@ -12,6 +12,7 @@ import click
 from ..checkpoint.units import size
 from .progress import byte_bar
 from .text import print_json
+from .verify import resolve_build
 
 if TYPE_CHECKING:
     from ..evaluate.gemma4.generate import Chunk
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@click.argument("build", metavar="FOLDER")
 @click.argument("prompt")
 @click.option("--chat", is_flag=True, help="Frame the prompt as a user's turn (needs jinja2).")
 @click.option(
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def generate(
-    folder: Path,
+    build: str,
     prompt: str,
     chat: bool,
     max_tokens: int,
@@ -83,7 +84,8 @@ def generate(
 ) -> None:
     """Continue a text with a Gemma 4 checkpoint or a build of it.
 
-    The text goes to stdout as it comes, times to stderr.
+    FOLDER is one, or org/name on the Hub with an optional @revision. The text goes to stdout as it
+    comes, times to stderr.
 
     \b
     Example:
@@ -95,6 +97,7 @@ def generate(
     from ..evaluate.tokens import open_vocabulary
 
     use_compile_cache(cache_dir)
+    folder = resolve_build(build).folder
     vocabulary = open_vocabulary(folder)
     ids = vocabulary.encode(vocabulary.chat(prompt) if chat else prompt)
     start = time.perf_counter()

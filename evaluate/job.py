@@ -112,7 +112,7 @@ class Job:
         chosen = verification.Options(conformance=False, sample=sample)
         reports: list[Report] = []
         for subject in self.subjects[1:]:
-            total = verification.reference_bytes(subject.source, opened, chosen)
+            total = verification.work_bytes(subject.source, opened, chosen)
             with self.bars(f"{subject.name}: comparing", total, "B") as step:
                 report = verification.verify(
                     subject.source, opened, chosen, name=subject.name, progress=step

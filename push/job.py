@@ -169,7 +169,7 @@ def push(plan: Plan, *, tell: Tell) -> Pushed:
                 pr=options.pr, tell=tell,
             )  # fmt: skip
             commit, pr_url = sent.commit, sent.pr_url
-        read_back(api, there.id, commit, payload.files, plan.changes)
+        read_back(api, there.id, commit, payload.files, plan.changes, tell)
         if options.public and there.private is not False:
             patiently(lambda: api.update_repo_settings(there.id, private=False), tell=tell)
     url = f"{api.endpoint}/{there.id}/tree/{commit}"
@@ -238,16 +238,28 @@ def _check_rights(
 
 
 def _check_card(payload: Payload, tell: Tell) -> None:
-    """Ask the Hub whether it takes the card's metadata."""
-    from huggingface_hub import ModelCard
+    """Ask the Hub whether it takes the card's metadata.
+
+    Not by `ModelCard.validate`, which in huggingface_hub 1.x asks huggingface.co whatever
+    HF_ENDPOINT says.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
     card = (payload.files[CARD_NAME].text or b"").decode()
+    asked = {"repoType": "model", "content": card}
+
+    def validate() -> None:
+        response = get_session().post(f"{constants.ENDPOINT}/api/validate-yaml", json=asked)
+        hf_raise_for_status(response)
+
     try:
-        patiently(ModelCard(card).validate, tell=tell)
-    except ValueError as error:
+        patiently(validate, tell=tell)
+    except ValueError as error:  # its BadRequestError
+        said = redact(" ".join(str(getattr(error, "server_message", None) or error).split()))
         raise PushError(
-            f"the Hub refuses the metadata of {CARD_NAME} ({redact(' '.join(str(error).split()))}):"
-            " mend that of the source's card, then run `qatpack card` and this again."
+            f"the Hub refuses the metadata of {CARD_NAME} ({said}): mend that of the source's "
+            "card, then run `qatpack card` and this again."
         ) from error
 
 

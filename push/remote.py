@@ -76,17 +76,23 @@ def look(api: HfApi, repo: str, branch: str, tell: Callable[[str], None]) -> Rep
                 raise
     if found is None or found.sha is None:
         raise PushError(f"the Hub names no commit of {repo} at {branch}; run this again.")
-    files = list_files(api, repo, found.sha)
+    files = list_files(api, repo, found.sha, tell)
     return Repository(repo, branch, found.sha, bool(found.private), has_branch, files)
 
 
-def list_files(api: HfApi, repo: str, commit: str) -> dict[str, RemoteFile]:
+def list_files(
+    api: HfApi, repo: str, commit: str, tell: Callable[[str], None]
+) -> dict[str, RemoteFile]:
     """Every file of one commit by its path."""
     from huggingface_hub.hf_api import RepoFile
 
+    # The client's 2.x repeats this itself, 1.x only from the second page on.
+    entries = patiently(
+        lambda: list(api.list_repo_tree(repo, recursive=True, revision=commit)), tell=tell
+    )
     return {
         entry.path: RemoteFile(entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
-        for entry in api.list_repo_tree(repo, recursive=True, revision=commit)
+        for entry in entries
         if isinstance(entry, RepoFile)
     }
 

@@ -95,7 +95,7 @@ def upload(
                 ) from error
             tell(f"the commit was not answered; looking at it again in {wait:g} s.")
             time.sleep(wait)
-            if not pr and (arrived := _arrived(api, there, head, files, changes)):
+            if not pr and (arrived := _arrived(api, there, head, files, changes, tell)):
                 return arrived
     raise AssertionError("the last try returns or raises")
 
@@ -127,15 +127,16 @@ def _arrived(
     head: str,
     files: Mapping[str, LocalFile],
     changes: Changes,
+    tell: Callable[[str], None],
 ) -> Sent | None:
     """The commit that a lost answer was about, None if the branch still stands where it did.
 
     Raises `PushError` where it moved and holds something else.
     """
-    now = api.model_info(there.id, revision=there.branch).sha
+    now = patiently(lambda: api.model_info(there.id, revision=there.branch), tell=tell).sha
     if now is None or now == head:
         return None
-    found = list_files(api, there.id, now)
+    found = list_files(api, there.id, now, tell)
     if differences(files, found) or any(name in found for name in changes.deleted):
         raise PushError(
             f"{there.id} was changed on {there.branch} while this ran: look at {api.endpoint}/"
@@ -145,13 +146,18 @@ def _arrived(
 
 
 def read_back(
-    api: HfApi, repo: str, commit: str, files: Mapping[str, LocalFile], changes: Changes
+    api: HfApi,
+    repo: str,
+    commit: str,
+    files: Mapping[str, LocalFile],
+    changes: Changes,
+    tell: Callable[[str], None],
 ) -> None:
     """Hold the Hub's listing of the new commit against the folder: every file, size and hash.
 
     Raises `PushError` naming what differs.
     """
-    found = list_files(api, repo, commit)
+    found = list_files(api, repo, commit, tell)
     if wrong := differences(files, found):
         raise PushError(
             f"{repo} at {commit} does not hold what was sent: {listed(wrong)} differ in size or "

@@ -16,7 +16,7 @@ from qatpack.evaluate.windows import Protocol
 TEXT = "model.language_model."
 LAYERS, PLE = (0, 2), 32  # one sliding, one full
 FAST: dict[str, Any] = {
-    "protocol": Protocol(windows=2, length=32), "tokens": 12, "repeats": 1,
+    "protocol": Protocol(windows=2, length=32), "tokens": 12, "repeats": 1, "decode": "exact",
 }  # fmt: skip
 
 

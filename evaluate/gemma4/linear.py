@@ -33,7 +33,10 @@ def prepare(w: Words, path: Path, *, platform: str, shards: int = 1) -> Linear:
     if path == "exact":
         return w
     # A CPU stores int4 as bytes and unpacks in registers.
-    return lanes.to_lanes(w) if platform == "cpu" else packed.to_levels(w, shards)
+    if platform == "cpu":
+        return lanes.to_lanes(w)
+    # Groups that do not end where tiles do have no such layout.
+    return packed.to_levels(w, shards) if packed.tiled(w, shards) else w
 
 
 def product(x: Array, w: Linear, dtype: Any = None) -> Array:

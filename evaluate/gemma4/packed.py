@@ -60,6 +60,12 @@ def unpacked(words: Array) -> Array:
     return nibbles.astype(jnp.int32) - 8
 
 
+def tiled(w: Words, shards: int = 1) -> bool:
+    """Whether `to_levels` can lay words out: every tile of inputs holds whole groups."""
+    width = w.words.shape[1] * PER_WORD
+    return math.gcd(width // shards, TILE) % (width // w.scale.shape[1]) == 0
+
+
 @functools.partial(jax.jit, static_argnames="shards")
 def to_levels(w: Words, shards: int = 1) -> Levels:
     """Lay words out for a matrix unit; `shards` is over how many devices the inputs are cut."""

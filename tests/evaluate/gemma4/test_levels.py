@@ -13,7 +13,7 @@ import pytest
 
 from qatpack.checkpoint.source import resolve_source
 from qatpack.evaluate.gemma4 import generate, model
-from qatpack.evaluate.gemma4.linear import BLOCK_ROWS, product
+from qatpack.evaluate.gemma4.linear import BLOCK_ROWS, prepare, product
 from qatpack.evaluate.gemma4.load import Model, load
 from qatpack.evaluate.gemma4.packed import Levels, Words, to_levels
 from qatpack.repack import packing
@@ -99,3 +99,11 @@ def test_greedy_text_is_the_exact_one_where_the_margin_exceeds_the_noise(
     until = len(text[0]) if clear.all() else int(np.argmin(clear))
     assert until > 4
     assert ours[0][:until] == text[0][:until]
+
+
+def test_groups_that_tiles_cut_stay_words():
+    words = jnp.zeros((8, 96 // 8), jnp.uint32)
+    whole, cut = Words(words, jnp.ones((8, 3))), Words(words, jnp.ones((8, 1)))
+    assert isinstance(prepare(whole, "fast", platform="tpu"), Levels)
+    assert prepare(cut, "fast", platform="tpu") is cut
+    assert product(jnp.ones((2, 96)), cut).shape == (2, 8)
