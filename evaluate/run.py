@@ -45,7 +45,7 @@ def evaluate(
     job = prepare(reference, builds, options or Options(), bars)
     reports = job.verify()
     exact = job.run_exact()
-    diverged = job.diverge()
+    diverged = job.diverge(exact)
     visits = job.time_all()
     machine = read_machine(job.devices)
     outcomes = tuple(_outcomes(job, reports, exact, diverged, visits, machine))

@@ -31,6 +31,7 @@ from .gemma4.load import Model, load
 
 T = TypeVar("T")
 Progress = Callable[[int], object]
+MODEL_ADVICE = "spread it with --mesh, or take a smaller --batch or --length"
 # What compressed-tensors may store beside packed weights, and this decoder has no use of.
 _FOREIGN = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
 
@@ -141,8 +142,8 @@ def on_device(
 
 
 @contextmanager
-def room(name: str) -> Iterator[None]:
-    """Turn an allocation that failed into one sentence."""
+def room(name: str, advice: str = MODEL_ADVICE) -> Iterator[None]:
+    """Turn an allocation that failed into one sentence, which ends with what helps."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -152,6 +153,5 @@ def room(name: str) -> Iterator[None]:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         has = f" of {size(limit)}" if limit else ""
         raise ModelError(
-            f"{name}: no room on the device ({device.device_kind}{has}); spread it with --mesh, or "
-            "take a smaller --batch or --length"
+            f"{name}: no room on the device ({device.device_kind}{has}); {advice}."
         ) from error
