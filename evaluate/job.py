@@ -237,7 +237,7 @@ def _check_reference(report: Report, reference: Subject) -> None:
     whole = len(copied.differ) + len(copied.identical)
     raise ModelError(
         f"{report.name}: is no build of {reference.name}: {len(copied.differ)} of {whole} copied "
-        f"tensors differ ({copied.differ[0]}); give its own reference, or --force"
+        f"tensors differ ({copied.differ[0]}); give its own reference, or --force."
     )
 
 
@@ -252,7 +252,7 @@ def prepare(
         check_decodable(subjects[-1])
     vocabulary = open_vocabulary(reference.folder)
     if vocabulary.bos >= subjects[0].config.vocab:
-        raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens")
+        raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens.")
     mesh = pick_mesh(subjects[0].checkpoint.tensor_bytes, options.mesh)
     return Job(
         subjects=tuple(subjects),

@@ -79,19 +79,19 @@ def check_decodable(subject: Subject) -> None:
     build = open_build(subject.source.folder, name=subject.name)
     for finding in build.findings:
         if finding.where in build.broken:
-            raise ModelError(f"{subject.name}: cannot be run: {finding.where}: {finding.what}")
+            raise ModelError(f"{subject.name}: cannot be run: {finding.where}: {finding.what}.")
     for name in subject.checkpoint.tensors:
         module, _, last = name.rpartition(".")
         if last in _FOREIGN:
             raise ModelError(
                 f"{subject.name}: cannot be run: {module} has a {last}; the decoder knows "
-                "symmetric 4-bit weights in their own order only"
+                "symmetric 4-bit weights in their own order only."
             )
     scheme, _ = read_scheme(subject.checkpoint.config)
     for name, field, value in _odd_groups(scheme.raw) if build.packed else ():
         raise ModelError(
             f"{subject.name}: cannot be run: its config group {name} has {field} {value!r}; the "
-            "decoder knows symmetric 4-bit integer weights only"
+            "decoder knows symmetric 4-bit integer weights only."
         )
 
 

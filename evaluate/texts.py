@@ -56,9 +56,11 @@ def read_text(path: Path) -> Text:
     try:
         return Text(path.name, path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); name another text") from error
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}); name another text."
+        ) from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: is not UTF-8 (byte {error.start}); convert it first") from error
+        raise ModelError(f"{path}: is not UTF-8 (byte {error.start}); convert it first.") from error
 
 
 def wikitext(*, joined: bool) -> Text:
