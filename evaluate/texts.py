@@ -47,8 +47,8 @@ class Text:
 
 def embedded_text() -> Text:
     """An essay of 25 kB that comes with qatpack."""
-    content = (files("qatpack.demo") / "text.txt").read_text(encoding="utf-8")
-    return Text("qatpack's own (demo/text.txt)", content)
+    content = (files(__package__) / "text.txt").read_text(encoding="utf-8")
+    return Text("qatpack's own (evaluate/text.txt)", content)
 
 
 def read_text(path: Path) -> Text:
