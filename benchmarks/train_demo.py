@@ -4,7 +4,8 @@ A Gemma 4 of Google's E2B layout with small sizes: `tests/data/e2b_config.json` 
 place, a tokenizer of its own, and a text decoder trained by fake quantization on the language
 reference that CPython ships (`pydoc_data.topics`). Stored is what its forward pass multiplies
 with: bf16(step * level) in groups of 32, step max|w|/8 in float32, levels -8..7. It is scored on
-`demo/text.txt`, which it has not seen, after transformers has loaded it and placed every tensor.
+`evaluate/text.txt`, which it has not seen, after transformers has loaded it and placed every
+tensor.
 
 The same Python, torch and processor give the same bytes; another Python has other topics. About 4
 minutes on two free cores, and with Python 3.11 and torch 2.13: perplexity 160.4 where a uniform
@@ -33,7 +34,7 @@ from transformers.models import gemma4 as hf
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = ROOT / "tests/data"  # Google's own config files, byte for byte
-HELD_OUT = ROOT / "demo/text.txt"
+HELD_OUT = ROOT / "evaluate/text.txt"
 
 SEED = 4
 STEPS = 450
@@ -367,7 +368,7 @@ holds none of Gemma's weights, and is good for nothing else.
 - **Towers.** Vision and audio are random and untrained; they are there for their tensors.
 - **Training text.** The language reference that CPython {python} ships as `pydoc_data.topics` (PSF
   licence), as prose and as chat turns: a topic's title, then its first paragraphs.
-- **What it learned.** On prose it has not seen (`demo/text.txt`, {held_out_tokens:,} tokens,
+- **What it learned.** On prose it has not seen (`evaluate/text.txt`, {held_out_tokens:,} tokens,
   windows of BOS + 511) perplexity is {perplexity} in float32, {perplexity_bf16} in bfloat16; a
   uniform guess among {uniform:,} tokens is {times_below_uniform} times worse. It has the manner of
   Python's manual and few of its facts. Greedy continuation of `{prompt}`:

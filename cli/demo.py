@@ -29,7 +29,7 @@ def demo(out: Path) -> None:
 
     Copies it to OUT/reference; rounds it anew to OUT/rerounded, as Google's export does; repacks it
     to OUT/bfloat16 and OUT/float32; verifies the three, evaluates them side by side, and writes
-    OUT/report.
+    OUT/report. OUT/cache keeps the evaluation's hidden states and can be deleted.
 
     \b
     Example:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from .text import one_line, print_json, table, warn
 
 if TYPE_CHECKING:
     from ..checkpoint.source import Source
+    from ..evaluate.evaluation import Evaluation
+    from ..evaluate.job import Options
     from ..evaluate.texts import Text
 
 WIDTH = 100
@@ -101,6 +104,7 @@ class _Batches(click.ParamType):
 )
 @click.option(
     "--max-tokens",
+    "tokens",
     type=click.IntRange(2),
     default=128,
     show_default=True,
@@ -108,6 +112,7 @@ class _Batches(click.ParamType):
 )
 @click.option(
     "--batch",
+    "batches",
     type=_Batches(),
     default="1",
     show_default=True,
@@ -127,6 +132,7 @@ class _Batches(click.ParamType):
 )
 @click.option(
     "--cache-dir",
+    "cache",
     type=click.Path(path_type=Path),
     help="Where hidden states and compiled programs are kept. [default: $QATPACK_CACHE or "
     "~/.cache/qatpack]",
@@ -148,25 +154,10 @@ def evaluate(
     builds: tuple[str, ...],
     reference: str,
     revision: str | None,
-    only: tuple[str, ...],
-    text: Path | None,
-    dataset: str | None,
-    protocol: Any,
-    chat: bool,
-    windows: int,
-    length: int,
-    dtype: str | None,
-    decode: Any,
-    prompt: str | None,
-    max_tokens: int,
-    batch: tuple[int, ...],
-    repeats: int,
-    mesh: int | None,
-    cache_dir: Path | None,
-    force: bool,
     json_file: Path | None,
     report: Path | None,
     write: bool,
+    **chosen: Any,
 ) -> None:
     """How far are BUILDs from their bf16 reference, and how fast are they?
 
@@ -182,54 +173,86 @@ def evaluate(
       qatpack evaluate gemma-4-E2B-it-w4a16 --dataset wikitext-2 \\
         --reference google/gemma-4-E2B-it-qat-q4_0-unquantized
     """
+    _check_usage(builds, write, **chosen)
+    from ..checkpoint.source import resolve_source
+    from ..evaluate.run import evaluate as run
+
+    _check_outputs(json_file, report, builds if write else ())
+    options = _options(**chosen)
+    origin = resolve_source(reference, revision=revision)
+    evaluation = run(origin, named_sources(builds), options, bars=bars)
+    _show(evaluation, as_json=str(json_file) == "-")
+    _write(evaluation, json_file, report, write)
+    if not evaluation.repeatable:
+        raise click.exceptions.Exit(1)
+
+
+def _check_usage(
+    builds: Sequence[str],
+    write: bool,
+    *,
+    text: Path | None,
+    dataset: str | None,
+    protocol: str,
+    chat: bool,
+    **_: Any,
+) -> None:
     if text is not None and dataset is not None:
         raise click.UsageError("choose one of --text and --dataset.")
     if chat and protocol == "llama.cpp":
         raise click.UsageError("--chat belongs to --protocol consecutive.")
-    from ..checkpoint.output import write_json
-    from ..checkpoint.source import resolve_source
+    for build in builds if write else ():
+        if not Path(build).expanduser().is_dir():
+            raise click.UsageError(
+                f"--write needs folders, and {build} is none: download it to one (hf download "
+                "ORG/NAME --local-dir FOLDER) and give that."
+            )
+
+
+def _check_outputs(json_file: Path | None, report: Path | None, folders: Sequence[str]) -> None:
+    """Refuse before the long work what could not be written after it."""
+    from ..card.files import EVALUATION_NAME
+    from ..evaluate.outputs import check_file, check_folder
+
+    if json_file is not None and str(json_file) != "-":
+        check_file(json_file)
+    if report is not None:
+        check_folder(report)
+    for folder in folders:
+        check_file(Path(folder).expanduser() / EVALUATION_NAME)
+
+
+def _options(
+    *,
+    only: tuple[str, ...],
+    text: Path | None,
+    dataset: str | None,
+    protocol: Any,
+    chat: bool,
+    windows: int,
+    length: int,
+    prompt: str | None,
+    cache: Path | None,
+    **others: Any,
+) -> Options:
+    """What the options ask for; `others` are named as in `Options`."""
     from ..evaluate.devices import cache_home, use_compile_cache
-    from ..evaluate.evaluation import write_evaluations
     from ..evaluate.job import PARTS, PROMPT, Options
-    from ..evaluate.report import write_report
-    from ..evaluate.run import evaluate as run
     from ..evaluate.windows import Protocol
 
-    home = cache_dir or cache_home()
+    home = cache or cache_home()
     use_compile_cache(home / "xla")
-    options = Options(
-        parts=tuple(p for p in PARTS if not only or p in only),
+    parts = tuple(p for p in PARTS if not only or p in only)
+    if text is None and dataset is None and "kl" in parts:
+        click.echo("scoring the embedded text: name another with --text or --dataset.", err=True)
+    return Options(
+        parts=parts,
         text=_text(text, dataset, protocol),
         protocol=Protocol(protocol, chat, windows, length),
-        dtype=dtype,
-        decode=decode,
         prompt=PROMPT if prompt is None else prompt,
-        tokens=max_tokens,
-        batches=batch,
-        repeats=repeats,
-        mesh=mesh,
         cache=home,
-        force=force,
+        **others,
     )
-    if text is None and dataset is None and "kl" in options.parts:
-        click.echo("scoring the embedded text: name another with --text or --dataset.", err=True)
-    origin = resolve_source(reference, revision=revision)
-    evaluation = run(origin, named_sources(builds), options, bars=bars)
-    value = evaluation.to_json()
-    if json_file is not None and str(json_file) == "-":
-        print_json(value)
-    else:
-        print_evaluation(value)
-    for message in evaluation.warnings:
-        warn(message)
-    if json_file is not None and str(json_file) != "-":
-        write_json(json_file, value)
-    if report is not None:
-        write_report(value, report)
-    if write:
-        write_evaluations(evaluation)
-    if not evaluation.repeatable:
-        raise click.exceptions.Exit(1)
 
 
 def _text(path: Path | None, dataset: str | None, protocol: str) -> Text:
@@ -238,6 +261,45 @@ def _text(path: Path | None, dataset: str | None, protocol: str) -> Text:
     if path is not None:
         return read_text(path)
     return wikitext(joined=protocol != "llama.cpp") if dataset else embedded_text()
+
+
+def _show(evaluation: Evaluation, *, as_json: bool) -> None:
+    value = evaluation.to_json()
+    if as_json:
+        print_json(value)
+    else:
+        print_evaluation(value)
+    for message in evaluation.warnings:
+        warn(message)
+
+
+def _write(
+    evaluation: Evaluation, json_file: Path | None, report: Path | None, write: bool
+) -> None:
+    """Every file that was asked for; one that fails does not keep the others from being written.
+
+    Raises `OutputError`: one could not be written.
+    """
+    from ..checkpoint.errors import OutputError
+    from ..evaluate.evaluation import write_evaluation, write_evaluations
+    from ..evaluate.report import write_report
+
+    value = evaluation.to_json()
+    jobs: list[Callable[[], object]] = []
+    if json_file is not None and str(json_file) != "-":
+        jobs.append(partial(write_evaluation, value, json_file))
+    if write:
+        jobs.append(partial(write_evaluations, evaluation))
+    if report is not None:
+        jobs.append(partial(write_report, value, report))
+    failed: list[str] = []
+    for job in jobs:
+        try:
+            job()
+        except OutputError as error:
+            failed.append(str(error))
+    if failed:
+        raise OutputError(" ".join(failed))
 
 
 def named_sources(builds: Sequence[str]) -> list[tuple[str, Source]]:

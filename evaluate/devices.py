@@ -46,7 +46,7 @@ def pick_mesh(nbytes: int, count: int | None = None) -> jax.sharding.Mesh | None
         limit = (devices[0].memory_stats() or {}).get("bytes_limit")
         count = len(devices) if limit and nbytes > 0.8 * limit else 1
     if not 1 <= count <= len(devices):
-        raise ModelError(f"--mesh {count}: there are {len(devices)} {devices[0].platform} devices")
+        raise ModelError(f"--mesh {count}: there are {len(devices)} {devices[0].platform} devices.")
     if count == 1:
         return None
     return jax.sharding.Mesh(np.array(devices[:count]), (AXIS,))

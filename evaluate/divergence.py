@@ -17,6 +17,7 @@ Array = jax.Array
 SERIES = tuple(2 / math.factorial(n) for n in range(2, 12))
 DECADES = (-12.0, 2.0)  # of the histogram, in powers of ten of nats
 PER_DECADE = 4
+LARGEST = 700.0  # nats a token whose perplexity, 1e304, is still a float64
 PLACES = 64  # at most so many means by place in a window
 
 
@@ -135,7 +136,7 @@ class Positions:
 
     def _perplexities(self) -> dict[str, float]:
         x, y = (nll.astype(np.float64).ravel() for nll in (self.nll_x, self.nll_y))
-        ratio = math.exp(float((y - x).mean()))
+        ratio = _exp((y - x).mean())
         return {
             "perplexity": _exp(y.mean()),
             "reference_perplexity": _exp(x.mean()),
@@ -180,4 +181,6 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def _exp(nll: float) -> float:
-    return float(np.exp(np.float64(nll)))
+    """exp, but a number where it would overflow: models without a softcap can lose thousands of
+    nats a token when they are broken."""
+    return math.exp(min(float(nll), LARGEST))

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..card.files import EVALUATION_FORMAT, EVALUATION_NAME
+from ..checkpoint.errors import OutputError
 from ..checkpoint.output import write_json
 from ..verify.report import Report
 from .machine import Machine
+from .outputs import unwritable
 from .subjects import Subject
 
 
@@ -46,6 +48,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Caution:
+    """What a reader of the figures has to know; `build` is its name, None where all are meant."""
+
+    text: str
+    build: str | None = None
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Everything that was measured, and by which conventions."""
 
@@ -56,7 +66,15 @@ class Evaluation:
     self_check: Mapping[str, Any] | None
     builds: tuple[Outcome, ...]
     comparisons: tuple[Mapping[str, Any], ...]
-    warnings: tuple[str, ...]
+    cautions: tuple[Caution, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        """The sentences of all cautions."""
+        return self._warnings(None)
+
+    def _warnings(self, only: str | None) -> list[str]:
+        return [c.text for c in self.cautions if None in (only, c.build) or c.build == only]
 
     @property
     def repeatable(self) -> bool:
@@ -64,7 +82,8 @@ class Evaluation:
         return self.self_check is None or self.self_check["max"] == 0
 
     def to_json(self, *, only: str | None = None) -> dict[str, Any]:
-        """The schema of docs/evaluate.md; `only` one build, by name, and no comparison."""
+        """The schema of docs/evaluate.md; `only` one build, by name, with its warnings and
+        no comparison."""
         builds = [b for b in self.builds if only in (None, b.subject.name)]
         return {
             "format": EVALUATION_FORMAT,
@@ -76,7 +95,7 @@ class Evaluation:
             "reference_results": self._reference_results(),
             "builds": [build.to_json() for build in builds],
             "comparisons": [] if only is not None else list(self.comparisons),
-            "warnings": list(self.warnings),
+            "warnings": self._warnings(only),
         }
 
     def _reference_results(self) -> dict[str, Any]:
@@ -93,13 +112,30 @@ class Evaluation:
         }
 
 
+def write_evaluation(value: Mapping[str, Any], path: Path) -> None:
+    """Write the JSON form to a file. Raises `OutputError` where it cannot be written."""
+    try:
+        write_json(path, value)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
 def write_evaluations(evaluation: Evaluation) -> list[Path]:
-    """Write evaluation.json into every build's folder; returns the paths. Raises `OSError`."""
+    """Write evaluation.json into every build's folder; returns the paths.
+
+    Raises `OutputError`, after the others were written, where one cannot be.
+    """
     paths: list[Path] = []
+    failed: list[str] = []
     for build in evaluation.builds:
         path = build.subject.source.folder / EVALUATION_NAME
-        write_json(path, evaluation.to_json(only=build.subject.name))
-        paths.append(path)
+        try:
+            write_evaluation(evaluation.to_json(only=build.subject.name), path)
+            paths.append(path)
+        except OutputError as error:
+            failed.append(str(error))
+    if failed:
+        raise OutputError(" ".join(failed))
     return paths
 
 

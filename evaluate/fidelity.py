@@ -6,12 +6,13 @@ then heads alone turn them into logits, a block of positions at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..checkpoint.errors import ModelError
 from . import divergence
 from .divergence import Positions
 from .gemma4.load import Model
@@ -23,9 +24,12 @@ BLOCK = 64  # positions whose logits are held at once: 67 MB a model at 262,144 
 Progress = Callable[[int], object]
 
 
+SECOND = (0, AGAIN)  # the second run of the first window
+
+
 def missing(store: Store, windows: Windows, *, again: bool = False) -> list[tuple[int, str]]:
     """(window, tag) of the states that the store lacks; `again`: a second run of window 0 too."""
-    wanted = [(i, "") for i in range(len(windows.tokens))] + [(0, AGAIN)] * again
+    wanted = [(i, "") for i in range(len(windows.tokens))] + [SECOND] * again
     return [(i, tag) for i, tag in wanted if not store.has(windows.tokens[i], tag)]
 
 
@@ -40,29 +44,38 @@ def fill(
 
 
 def compare(
-    heads: Sequence[Head], stores: Sequence[Store], windows: Windows, step: Progress
+    names: Sequence[str],
+    heads: Sequence[Head],
+    stores: Sequence[Store],
+    windows: Windows,
+    step: Progress,
 ) -> list[Positions]:
-    """The divergence of each build from the reference, which comes first in `heads` and `stores`.
+    """The divergence of each build from the reference, which comes first in every sequence.
 
-    `step` is called once a window.
+    `step` is called once a window. Raises `ModelError` where logits are not finite.
     """
     found: list[list[dict[str, np.ndarray]]] = [[] for _ in heads[1:]]
-    for tokens in windows.tokens:
+    for index, tokens in enumerate(windows.tokens):
         states = [_read(store, tokens) for store in stores]
-        for rows, part in zip(found, _window(heads, states, tokens, windows), strict=True):
+        parts = _window(heads, states, tokens, windows)
+        for name, rows, part in zip(names[1:], found, parts, strict=True):
+            _check_finite(names[0], name, part, index)
             rows.append(part)
         step(1)
     return [_positions(rows, windows) for rows in found]
 
 
-def check_itself(head: Head, store: Store, windows: Windows) -> dict[str, Any]:
+def check_itself(name: str, head: Head, store: Store, windows: Windows) -> dict[str, Any]:
     """The reference against a second run of itself, on the first window: mean and max, in nats.
 
     0 on a device that repeats itself: no divergence below this means anything.
+
+    Raises `ModelError` where logits are not finite.
     """
     tokens = windows.tokens[0]
     states = [_read(store, tokens), _read(store, tokens, AGAIN)]
     (part,) = _window([head, head], states, tokens, windows)
+    _check_finite(name, name, part, 0)
     return {
         "mean": float(part["kl"].mean(dtype=np.float64)),
         "max": float(part["kl"].max()),
@@ -90,6 +103,16 @@ def _window(
             result = divergence.compare(x, y, x_norm, y_norm, targets)
             parts.append({k: np.asarray(v)[: stop - start] for k, v in result.items()})
     return [{k: np.concatenate([p[k] for p in parts]) for k in parts[0]} for parts in found]
+
+
+def _check_finite(reference: str, build: str, part: Mapping[str, np.ndarray], index: int) -> None:
+    """NaN or infinity anywhere in a row of logits makes its divergence and its losses NaN."""
+    for name, field in ((reference, "nll_x"), (build, "nll_y"), (build, "kl")):
+        if not np.isfinite(part[field]).all():
+            raise ModelError(
+                f"{name}: its logits are not finite in window {index}; look at its weights with "
+                "qatpack verify, or try --dtype float32."
+            )
 
 
 def _blocks(windows: Windows) -> Iterator[tuple[int, int]]:

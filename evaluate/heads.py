@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint.folder import Checkpoint
-from ..checkpoint.naming import text_prefix
-from ..checkpoint.reader import TensorReader
 from . import divergence
-from .gemma4 import model, packed
+from .gemma4 import model
 from .gemma4.config import Config
+from .gemma4.load import load_head
 
 Array = jax.Array
 Scores = tuple[Array, tuple[Array, Array]]
@@ -35,26 +33,16 @@ class Head:
         return logits, divergence.normalizer(logits)
 
 
-def load_head(folder: Path, config: Config, dtype: np.dtype[Any]) -> Head:
-    """Read a checkpoint's head as `dtype`: `lm_head`, or the embedding it is tied to."""
-    checkpoint = Checkpoint.open(folder)
-    prefix = text_prefix(checkpoint.tensors)
-    module = f"{prefix}embed_tokens" if config.tied else "lm_head"
-    with TensorReader() as reader:
-        read = lambda name: jax.device_put(reader.read(checkpoint[f"{module}.{name}"]))  # noqa: E731
-        if f"{module}.weight_packed" not in checkpoint.tensors:
-            return Head(jax.block_until_ready(read("weight").astype(dtype)), config)
-        words = packed.Words(read("weight_packed").view(jnp.uint32), read("weight_scale"))
-        weights = jax.jit(packed.decode)(words).astype(dtype)
-        return Head(jax.block_until_ready(weights), config)
+def _load(folder: Path, config: Config, dtype: np.dtype[Any]) -> Head:
+    return Head(jax.block_until_ready(load_head(folder, config, dtype)), config)
 
 
 def load_heads(folders: list[tuple[Path, Config, np.dtype[Any]]]) -> list[Head]:
     """The head of each checkpoint; those with the same bytes as the first share its memory."""
     first, *others = folders
-    heads = [load_head(*first)]
+    heads = [_load(*first)]
     for folder, config, dtype in others:
-        head = load_head(folder, config, dtype)
+        head = _load(folder, config, dtype)
         same = head.weights.shape == heads[0].weights.shape and _equal(head, heads[0])
         heads.append(Head(heads[0].weights, config) if same else head)
     return heads

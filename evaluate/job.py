@@ -33,6 +33,7 @@ from .windows import Protocol, Windows, cut
 T = TypeVar("T")
 PARTS = ("grid", "kl", "greedy", "speed")
 PROMPT = "The history of the Roman Empire"
+HEADS_ADVICE = "evaluate one build at a time, leave out --dtype, or take a device with more memory"
 # A label, how many of what: the bar's step function, for as long as it is shown.
 Bars = Callable[[str, int, str], AbstractContextManager[Progress]]
 
@@ -82,11 +83,14 @@ class Exact:
     """Of the reference."""
     ids: tuple[int, ...] = ()
     """Of a build."""
+    repeated: bool = False
+    """Whether this is the reference and its second run of a window was done now."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """`builds`: position by position; `itself`: the reference against a second run."""
+    """`builds`: position by position; `itself`: the reference against a second run, `recorded`
+    where an earlier evaluation made that run."""
 
     builds: tuple[Positions, ...]
     itself: dict[str, Any]
@@ -151,6 +155,8 @@ class Job:
             if not wanted and "greedy" not in self.options.parts:
                 found.append(Exact())
                 continue
+            if "kl" in self.options.parts and index == 0 and fidelity.SECOND not in wanted:
+                wanted.append(fidelity.SECOND)  # a kept one would say nothing of today
             work = functools.partial(self._work_exact, index, wanted)
             found.append(self._load(subject, "exact", work))
         return found
@@ -162,27 +168,30 @@ class Job:
         if wanted:
             with self.bars(f"{name}: windows", len(wanted), "window") as step:
                 fidelity.fill(model, self.stores[index], self.windows, wanted, step)
+        repeated = fidelity.SECOND in wanted
         if "greedy" not in self.options.parts:
-            return Exact(model.nbytes)
+            return Exact(model.nbytes, repeated=repeated)
         with self.bars(f"{name}: greedy", tokens if index else 2 * tokens, "token") as step:
             if index == 0:
                 said = greedy.answer(model, self.prompt, tokens=tokens, step=step)
-                return Exact(model.nbytes, said)
+                return Exact(model.nbytes, said, repeated=repeated)
             ids = greedy.continue_greedily(model, self.prompt, tokens=tokens, step=step)
             return Exact(model.nbytes, ids=ids)
 
-    def diverge(self) -> Divergence | None:
-        """The divergence of each build, and that of the reference from itself."""
+    def diverge(self, exact: Sequence[Exact]) -> Divergence | None:
+        """The divergence of each build, and that of the reference from itself, after
+        `run_exact`."""
         if "kl" not in self.options.parts:
             return None
-        with room("the heads"):
+        names = [s.name for s in self.subjects]
+        with room("the heads", HEADS_ADVICE):
             heads = load_heads(
                 [(s.source.folder, s.config, self.dtype_of(s)) for s in self.subjects]
             )
-            itself = fidelity.check_itself(heads[0], self.stores[0], self.windows)
+            itself = fidelity.check_itself(names[0], heads[0], self.stores[0], self.windows)
             with self.bars("divergence", len(self.windows.tokens), "window") as step:
-                builds = fidelity.compare(heads, self.stores, self.windows, step)
-        return Divergence(tuple(builds), itself)
+                builds = fidelity.compare(names, heads, self.stores, self.windows, step)
+        return Divergence(tuple(builds), {**itself, "recorded": not exact[0].repeated})
 
     def time_all(self) -> list[list[Visit]]:
         """The visits of each model, in the order A B B A: a machine that grows slower or faster
@@ -228,7 +237,7 @@ def _check_reference(report: Report, reference: Subject) -> None:
     whole = len(copied.differ) + len(copied.identical)
     raise ModelError(
         f"{report.name}: is no build of {reference.name}: {len(copied.differ)} of {whole} copied "
-        f"tensors differ ({copied.differ[0]}); give its own reference, or --force"
+        f"tensors differ ({copied.differ[0]}); give its own reference, or --force."
     )
 
 
@@ -243,7 +252,7 @@ def prepare(
         check_decodable(subjects[-1])
     vocabulary = open_vocabulary(reference.folder)
     if vocabulary.bos >= subjects[0].config.vocab:
-        raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens")
+        raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens.")
     mesh = pick_mesh(subjects[0].checkpoint.tensor_bytes, options.mesh)
     return Job(
         subjects=tuple(subjects),

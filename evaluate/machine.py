@@ -71,13 +71,14 @@ def read_machine(count: int) -> Machine:
         jaxlib=metadata.version("jaxlib"),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu(),
+        cpu=cpu_name(),
         cores=os.cpu_count(),
         memory_bytes=_memory(),
     )
 
 
-def _cpu() -> str | None:
+def cpu_name() -> str | None:
+    """The host's processor, as its maker calls it; None where it is not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

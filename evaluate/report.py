@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..card.files import EVALUATION_NAME
-from ..checkpoint.errors import OutputError
 from ..checkpoint.output import write_file, write_json
 from ..verify.tables import markdown
+from .outputs import unwritable
 from .plots import write_plots
 from .table import findings, notes, rows, speed_rows
 
@@ -35,7 +35,7 @@ def write_report(evaluation: Mapping[str, Any], folder: Path) -> list[Path]:
         write_file(path, markdown_text(evaluation, [p.name for p in plots]).encode())
         write_json(folder / EVALUATION_NAME, evaluation)
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be written ({error.strerror}).") from error
+        raise unwritable(folder, error) from error
     return [path, folder / EVALUATION_NAME, *plots]
 
 

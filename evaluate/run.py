@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.source import Source
 from ..verify.report import Report
 from . import divergence, speed
-from .evaluation import Evaluation, Outcome, grid_of
+from .evaluation import Caution, Evaluation, Outcome, grid_of
 from .greedy import match
 from .job import Bars, Divergence, Exact, Job, Options, no_bars, prepare
 from .machine import Machine, read_machine
@@ -45,7 +45,7 @@ def evaluate(
     job = prepare(reference, builds, options or Options(), bars)
     reports = job.verify()
     exact = job.run_exact()
-    diverged = job.diverge()
+    diverged = job.diverge(exact)
     visits = job.time_all()
     machine = read_machine(job.devices)
     outcomes = tuple(_outcomes(job, reports, exact, diverged, visits, machine))
@@ -57,7 +57,7 @@ def evaluate(
         self_check=diverged and diverged.itself,
         builds=outcomes[1:],
         comparisons=tuple(_comparisons(outcomes[1:], diverged)),
-        warnings=tuple(_warnings(outcomes[1:], reports, diverged)),
+        cautions=tuple(_cautions(outcomes[1:], reports, diverged)),
     )
 
 
@@ -156,23 +156,24 @@ def _comparisons(
         yield {**found, "speed": ratios}
 
 
-def _warnings(
+def _cautions(
     builds: Sequence[Outcome], reports: Sequence[Report], diverged: Divergence | None
-) -> Iterator[str]:
+) -> Iterator[Caution]:
     for report in reports:
         if report.copied is not None and report.copied.differ:
             count = len(report.copied.differ)
-            yield f"{report.name}: {count} copied tensors differ from the reference (--force)"
+            said = f"{report.name}: {count} copied tensors differ from the reference (--force)"
+            yield Caution(said, report.name)
     if diverged is None:
         return
     if diverged.itself["max"]:
-        yield (
+        yield Caution(
             f"the reference differs from a second run of itself by {diverged.itself['mean']:.2g} "
             "nats: this device does not repeat itself, and smaller divergences mean nothing"
         )
     measured = builds[0].divergence or {}
     if (perplexity := measured["reference_perplexity"]) > PERPLEXED:
-        yield (
+        yield Caution(
             f"the reference has a perplexity of {perplexity:,.0f}: an instruct model on raw prose; "
             "read divergence and same top first, or frame the text with --chat"
         )

@@ -12,7 +12,7 @@ import jax
 
 from .gemma4.cache import slots
 from .gemma4.generate import Chunk, default_cache_length, stream, warm_up
-from .gemma4.load import Model
+from .gemma4.load import Model, weight_bytes
 from .machine import Machine
 
 # Read by rows, a few kB a token.
@@ -99,17 +99,13 @@ def step_bytes(loaded: Model, batch: int, cache_length: int) -> int:
     config = loaded.config
     tables = LOOKUPS if config.tied else (*LOOKUPS, "embed_tokens")
     looked_up = [loaded.weights[name] for name in tables if name in loaded.weights]
-    weights = loaded.nbytes - sum(_nbytes(x) for x in jax.tree.leaves(looked_up))
+    weights = loaded.nbytes - sum(weight_bytes(x) for x in jax.tree.leaves(looked_up))
     width = loaded.weights["norm"].dtype.itemsize
     cache = sum(
         2 * layer.kv_heads * layer.head_dim * slots(layer, cache_length, config)
         for layer in config.layers
     )
     return weights + batch * cache * width
-
-
-def _nbytes(x: jax.Array) -> int:
-    return x.size // 2 if x.dtype.name == "int4" else x.nbytes
 
 
 def bytes_in_use() -> int | None:

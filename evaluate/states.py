@@ -1,7 +1,8 @@
 """Final hidden states of windows, kept on disk so that no window is run twice.
 
 [length, hidden] a window: 1.6 MB on E2B, where its logits would take 537 MB. A file is found by
-what decides its content: the weights, the decoder's code, JAX, the device, and the window's tokens.
+what decides its content: the weights, the decoder's code, JAX, the device (a CPU by its name: the
+code that XLA makes for it differs), and the window's tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from .devices import lean_options
 from .gemma4 import model
 from .gemma4.config import Config
 from .gemma4.load import Model
+from .machine import cpu_name
 
 AGAIN = "again"
 
@@ -72,7 +75,9 @@ def open_store(
         "decode": "exact",
         "code": code_version(),
         "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
         "device": f"{device.platform} {device.device_kind}",
+        "cpu": cpu_name() if device.platform == "cpu" else None,
         "devices": devices,
     }
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]

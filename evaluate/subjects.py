@@ -31,6 +31,7 @@ from .gemma4.load import Model, load
 
 T = TypeVar("T")
 Progress = Callable[[int], object]
+MODEL_ADVICE = "spread it with --mesh, or take a smaller --batch or --length"
 # What compressed-tensors may store beside packed weights, and this decoder has no use of.
 _FOREIGN = ("weight_zero_point", "weight_g_idx", "weight_global_scale")
 
@@ -78,19 +79,19 @@ def check_decodable(subject: Subject) -> None:
     build = open_build(subject.source.folder, name=subject.name)
     for finding in build.findings:
         if finding.where in build.broken:
-            raise ModelError(f"{subject.name}: cannot be run: {finding.where}: {finding.what}")
+            raise ModelError(f"{subject.name}: cannot be run: {finding.where}: {finding.what}.")
     for name in subject.checkpoint.tensors:
         module, _, last = name.rpartition(".")
         if last in _FOREIGN:
             raise ModelError(
                 f"{subject.name}: cannot be run: {module} has a {last}; the decoder knows "
-                "symmetric 4-bit weights in their own order only"
+                "symmetric 4-bit weights in their own order only."
             )
     scheme, _ = read_scheme(subject.checkpoint.config)
     for name, field, value in _odd_groups(scheme.raw) if build.packed else ():
         raise ModelError(
             f"{subject.name}: cannot be run: its config group {name} has {field} {value!r}; the "
-            "decoder knows symmetric 4-bit integer weights only"
+            "decoder knows symmetric 4-bit integer weights only."
         )
 
 
@@ -141,8 +142,8 @@ def on_device(
 
 
 @contextmanager
-def room(name: str) -> Iterator[None]:
-    """Turn an allocation that failed into one sentence."""
+def room(name: str, advice: str = MODEL_ADVICE) -> Iterator[None]:
+    """Turn an allocation that failed into one sentence, which ends with what helps."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -152,6 +153,5 @@ def room(name: str) -> Iterator[None]:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         has = f" of {size(limit)}" if limit else ""
         raise ModelError(
-            f"{name}: no room on the device ({device.device_kind}{has}); spread it with --mesh, or "
-            "take a smaller --batch or --length"
+            f"{name}: no room on the device ({device.device_kind}{has}); {advice}."
         ) from error

@@ -56,13 +56,13 @@ def _divergence(own: Values, builds: Sequence[Values]) -> list[Row]:
         ("  largest", nats(own["self_check"]["max"]), *(nats(d["max"]) for d in found)),
         ("same top token", "-", *(_share(d["same_top"]) for d in found)),
         ("perplexity", _digits(own["perplexity"]), *(_digits(d["perplexity"]) for d in found)),
-        ("  ratio", "-", *(f"{d['perplexity_ratio']:.4f}" for d in found)),
+        ("  ratio", "-", *(_ratio(d["perplexity_ratio"]) for d in found)),
     ]
 
 
 def _greedy(own: Values, builds: Sequence[Values]) -> list[Row]:
     found = [own["greedy"]["floor"], *(b["greedy"] for b in builds)]
-    return [("greedy, equal", *(f"{g['equal_before']} of {g['tokens']}" for g in found))]
+    return [("equal greedy start", *(f"{g['equal_before']} of {g['tokens']}" for g in found))]
 
 
 def _speed(own: Values, builds: Sequence[Values]) -> list[Row]:
@@ -114,7 +114,7 @@ def notes(evaluation: Values) -> list[str]:
         found.append(
             f"{used['direction']} in {used['unit']}, {used['arithmetic']}; {used['dtype']} "
             f"activations, {used['fidelity_decode']} decode; the reference's column: against a "
-            "second run of itself, one window."
+            f"second run of itself, one window{_recorded(evaluation)}."
         )
     if "greedy" in parts:
         found.append(
@@ -131,6 +131,11 @@ def notes(evaluation: Values) -> list[str]:
         )
     found.append(machine_line(evaluation))
     return found
+
+
+def _recorded(evaluation: Values) -> str:
+    check = evaluation["reference_results"]["self_check"]
+    return ", as recorded by an earlier evaluation" if check["recorded"] else ""
 
 
 def _text_notes(used: Values) -> Iterator[str]:
@@ -210,7 +215,13 @@ def nats(value: float) -> str:
     return f"{value:.2e}" if value < 1e-4 else f"{value:.3g}"
 
 
+def _ratio(value: float) -> str:
+    return f"{value:.4f}" if value < 1e4 else f"{value:.3g}"
+
+
 def _digits(value: float) -> str:
+    if value >= 1e9:
+        return f"{value:.3g}"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 

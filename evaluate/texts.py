@@ -47,8 +47,8 @@ class Text:
 
 def embedded_text() -> Text:
     """An essay of 25 kB that comes with qatpack."""
-    content = (files("qatpack.demo") / "text.txt").read_text(encoding="utf-8")
-    return Text("qatpack's own (demo/text.txt)", content)
+    content = (files(__package__) / "text.txt").read_text(encoding="utf-8")
+    return Text("qatpack's own (evaluate/text.txt)", content)
 
 
 def read_text(path: Path) -> Text:
@@ -56,9 +56,11 @@ def read_text(path: Path) -> Text:
     try:
         return Text(path.name, path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); name another text") from error
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror}); name another text."
+        ) from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: is not UTF-8 (byte {error.start}); convert it first") from error
+        raise ModelError(f"{path}: is not UTF-8 (byte {error.start}); convert it first.") from error
 
 
 def wikitext(*, joined: bool) -> Text:

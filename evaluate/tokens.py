@@ -35,7 +35,7 @@ class Vocabulary:
         if self.bos in ids:
             raise ModelError(
                 f"the text has a BOS token (id {self.bos}) at place {ids.index(self.bos) + 1}; "
-                "a text has exactly one, at its start"
+                "a text has exactly one, at its start."
             )
         return [self.bos, *ids]
 
@@ -73,18 +73,18 @@ def open_vocabulary(folder: str | Path) -> Vocabulary:
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise ModelError(f"{path}: not found; the folder needs its tokenizer to read text")
+        raise ModelError(f"{path}: not found; the folder needs its tokenizer to read text.")
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # tokenizers raises plain Exception
-        raise ModelError(f"{path}: cannot be read ({e}); download it again") from e
+        raise ModelError(f"{path}: cannot be read ({e}); download it again.") from e
     generation, config = (_read(folder / n) for n in ("generation_config.json", "config.json"))
     text = config.get("text_config") or config
     bos = generation.get("bos_token_id", text.get("bos_token_id"))
     if bos is None:
-        raise ModelError(f"{folder}: neither generation_config.json nor config.json names a BOS")
+        raise ModelError(f"{folder}: neither generation_config.json nor config.json names a BOS.")
     stop = generation.get("eos_token_id", config.get("eos_token_id", text.get("eos_token_id")))
     stop = [] if stop is None else [stop] if isinstance(stop, int) else stop
     return Vocabulary(folder, tokenizer, bos, tuple(stop))
@@ -95,13 +95,13 @@ def _template(folder: Path) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as e:
         raise ModelError(
-            "chat templates need jinja2: pip install jinja2, or leave out --chat"
+            "chat templates need jinja2: pip install jinja2, or leave out --chat."
         ) from e
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.exists() else None
     source = source or _read(folder / "tokenizer_config.json").get("chat_template")
     if not isinstance(source, str):
-        raise ModelError(f"{path}: not found; this checkpoint has no chat template")
+        raise ModelError(f"{path}: not found; this checkpoint has no chat template.")
     # The settings with which transformers renders templates.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -111,7 +111,7 @@ def _template(folder: Path) -> Any:
 
 
 def _refused(message: str) -> None:
-    raise ModelError(f"the chat template refuses this chat: {message}")
+    raise ModelError(f"the chat template refuses this chat: {message}.")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -74,12 +74,12 @@ def cut(text: Text, vocabulary: Vocabulary, protocol: Protocol) -> Windows:
     if step < 2 or first >= last - 1:
         raise ModelError(
             f"windows of {protocol.length} tokens leave no room for the text beside the "
-            f"{len(frame)} tokens of its frame; give a longer --length"
+            f"{len(frame)} tokens of its frame; give a longer --length."
         )
     if len(ids) < protocol.windows * step:
         raise ModelError(
             f"{text.name}: has {len(ids):,} tokens, and {protocol.windows} windows take "
-            f"{protocol.windows * step:,}; give a longer text, or --windows {len(ids) // step}"
+            f"{protocol.windows * step:,}; give a longer text, or --windows {len(ids) // step}."
         )
     rows = np.asarray(ids[: protocol.windows * step], np.int32).reshape(protocol.windows, step)
     if protocol.style == "llama.cpp":
@@ -97,5 +97,5 @@ def _check_bos(tokens: np.ndarray, bos: int) -> None:
     if len(wrong):
         raise ModelError(
             f"window {wrong[0]} has {counts[wrong[0]]} BOS tokens (id {bos}) and starts with "
-            f"{tokens[wrong[0], 0]}; exactly one stands at its start"
+            f"{tokens[wrong[0], 0]}; exactly one stands at its start."
         )

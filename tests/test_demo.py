@@ -12,6 +12,7 @@ from qatpack.repack.grid import recover
 
 DEMO = Path(__file__).parents[1] / "demo"
 CHECKPOINT = DEMO / "checkpoint"
+TEXT_FILE = DEMO.parent / "evaluate" / "text.txt"
 TEXT = "model.language_model."
 
 
@@ -20,7 +21,7 @@ def test_it_is_one_small_file_without_metadata():
     with safe_open(path, "np") as file:
         assert not file.metadata()
     assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) < 6_000_000
-    assert (DEMO / "text.txt").stat().st_size >= 20_000
+    assert TEXT_FILE.stat().st_size >= 20_000
 
 
 def test_it_has_the_layout_of_e2b():
@@ -50,7 +51,7 @@ def test_it_has_learned_what_its_card_says():
 
     model = Gemma4ForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    ids = tokenizer.encode((DEMO / "text.txt").read_text()).ids
+    ids = tokenizer.encode(TEXT_FILE.read_text()).ids
     assert 2 not in ids
     windows = torch.tensor([[2, *ids[i : i + 511]] for i in range(0, 4 * 511, 511)])
     with torch.no_grad():

@@ -21,6 +21,7 @@ from .head import recover_table
 from .linear import Path as Decode
 from .linear import prepare
 from .packed import PER_WORD, Words
+from .packed import decode as decode_words
 from .sharding import cut_axis, weight_sharding
 from .weights import assemble, is_inner_norm
 
@@ -76,8 +77,22 @@ def load(
     with TensorReader() as reader:
         source = _Source(checkpoint, config, prefix, reader, decode, head, dtype, mesh, progress)
         weights = assemble(config, functools.partial(_leaf, source, tensor_shapes(config)))
-    nbytes = sum(_nbytes(x) for x in jax.tree.leaves(weights))
+    nbytes = sum(weight_bytes(x) for x in jax.tree.leaves(weights))
     return Model(config, weights, nbytes)
+
+
+def load_head(folder: str | Path, config: Config, dtype: np.dtype[Any]) -> jax.Array:
+    """Load the head alone, [V, E] as `dtype`: `lm_head`, or the embedding that it is tied to.
+
+    Packed weights are decoded. Raises as `load` does.
+    """
+    checkpoint = Checkpoint.open(Path(folder))
+    prefix = text_prefix(checkpoint.tensors)
+    _check_names(checkpoint, prefix, config)
+    with TensorReader() as reader:
+        source = _Source(checkpoint, config, prefix, reader, "exact", "stored", dtype, None, None)
+        leaf = _leaf(source, tensor_shapes(config), source.head_name)
+    return leaf if isinstance(leaf, jax.Array) else jax.jit(decode_words)(leaf).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,8 @@ def _packed(source: _Source, module: str, shape: tuple[int, ...]) -> Words:
     return Words(source.put(name, words), source.put(name, scale))
 
 
-def _nbytes(x: jax.Array) -> int:
+def weight_bytes(x: jax.Array) -> int:
+    """What an array takes on the device: half a byte for each int4."""
     return x.size // 2 if x.dtype == jnp.int4 else x.nbytes
 
 

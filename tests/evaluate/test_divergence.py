@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qatpack.evaluate import divergence
+from qatpack.checkpoint.errors import ModelError
+from qatpack.evaluate import divergence, fidelity
 from qatpack.evaluate.divergence import Positions
 
 CAP = 30.0
@@ -138,6 +140,27 @@ def test_the_summary() -> None:
     assert np.average(places["mean"], weights=np.diff([*places["first"], 511])) == pytest.approx(
         found["mean"]
     )
+
+
+def test_losses_beyond_float64_stay_numbers() -> None:
+    nll = np.zeros((1, 3), np.float32)
+    far = Positions(nll + 9, nll, nll, nll + np.float32(2000), nll, first=0)
+    found = far.summary()
+    assert found["perplexity"] == found["perplexity_ratio"] == pytest.approx(1e304, rel=0.1)
+    assert found["perplexity_ratio_se"] == 0
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("who", [0, 1])
+def test_logits_that_are_not_finite_are_named(who: int, value: float) -> None:
+    pair = [logits(np.random.default_rng(i), 5.0, 64) for i in range(2)]
+    pair[who][3, 11] = value
+    name = ("reference", "build")[who]
+    with pytest.raises(ModelError, match=f"^{name}: its logits are not finite in window 7"):
+        fidelity._check_finite("reference", "build", measured(*pair), 7)
+    fine = [logits(np.random.default_rng(i), 5.0, 64) for i in range(2)]
+    fidelity._check_finite("reference", "build", measured(*fine), 7)
 
 
 def test_which_of_two_builds_is_closer() -> None:

@@ -39,7 +39,7 @@ def test_the_perplexity_is_transformers(demo_run: Any) -> None:
 
     model = Gemma4ForConditionalGeneration.from_pretrained(DEMO, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    text = (DEMO.parent / "text.txt").read_text()
+    text = (DEMO.parents[1] / "evaluate" / "text.txt").read_text()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = torch.tensor([[2, *ids[i : i + 511]] for i in range(0, 8 * 511, 511)])
     with torch.no_grad():

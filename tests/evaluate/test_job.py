@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from qatpack.checkpoint.errors import CheckpointError, ModelError
 from qatpack.checkpoint.source import resolve_source
 from qatpack.evaluate import run as run_module
 from qatpack.evaluate import subjects
-from qatpack.evaluate.evaluation import Evaluation, write_evaluations
+from qatpack.evaluate.evaluation import Caution, Evaluation, write_evaluations
 from qatpack.evaluate.gemma4.load import load
-from qatpack.evaluate.job import Options
+from qatpack.evaluate.job import HEADS_ADVICE, Options
 from qatpack.evaluate.run import evaluate
 from qatpack.evaluate.states import AGAIN
+from qatpack.evaluate.table import notes
 
 KL = {**FAST, "parts": ("kl",)}
 Edited = Callable[..., Path]
@@ -72,6 +74,10 @@ def test_the_json_says_how_it_was_measured_and_nothing_of_this_disk(
     only = evaluation.to_json(only="bfloat16")
     assert [b["name"] for b in only["builds"]] == ["bfloat16"]
     assert only["comparisons"] == []
+    said = (Caution("of all"), Caution("of one", "bfloat16"), Caution("of another", "rerounded"))
+    warned = replace(evaluation, cautions=said)
+    assert warned.to_json(only="bfloat16")["warnings"] == ["of all", "of one"]
+    assert warned.to_json()["warnings"] == warned.warnings == [c.text for c in said]
 
 
 def test_speed_is_measured_there_and_back(evaluation: Evaluation) -> None:
@@ -104,6 +110,10 @@ def test_kept_states_serve_again_and_a_new_build_runs_alone(
     monkeypatch.setattr(subjects, "load", recorded)
     again = run(small, builds["bfloat16"], **KL, cache=cache)
     assert loads == []
+    assert evaluation.self_check is not None
+    assert again.self_check == {**evaluation.self_check, "recorded": True}
+    assert not evaluation.self_check["recorded"]
+    assert any("as recorded by" in line for line in notes(again.to_json()))
     assert again.builds[0].divergence == evaluation.builds[1].divergence
     new = run(small, builds["float32"], **KL, cache=cache)
     assert loads == ["float32"]
@@ -120,17 +130,21 @@ def test_one_model_on_the_device_at_a_time(
 ) -> None:
     live = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
     before, held, sizes = live(), [], []
+    visits: list[str] = []
 
     def recorded(folder: Path, **options: Any) -> Any:
         held.append(live() - before)
         model = load(folder, **options)
         sizes.append(model.nbytes)
+        visits.append(folder.name)
         return model
 
     monkeypatch.setattr(subjects, "load", recorded)
     parts = ("kl", "greedy", "speed")
     run(small, builds["bfloat16"], **{**FAST, "parts": parts}, cache=tmp_path)
-    assert len(sizes) == 5  # exact: reference, build; fast: reference, build, reference
+    assert visits[:2] == ["reference", "bfloat16"]  # exact
+    # The speed part, A B B A: the two visits of B are one stay.
+    assert visits[2:] == ["reference", "bfloat16", "reference"]
     assert max(held) < 0.02 * min(sizes)
     assert live() - before < 0.02 * min(sizes)
 
@@ -208,6 +222,14 @@ def test_no_room_on_the_device(
     monkeypatch.setattr(subjects, "load", full)
     with pytest.raises(ModelError, match=r"reference: no room on the device .*--mesh"):
         run(small, builds["float32"], **KL, cache=tmp_path)
+
+
+def test_no_room_for_the_heads() -> None:
+    with (
+        pytest.raises(ModelError, match=r"the heads: no room .*one build at a time"),
+        subjects.room("the heads", HEADS_ADVICE),
+    ):
+        raise MemoryError
 
 
 def test_other_faults_of_the_runtime_keep_their_name() -> None:

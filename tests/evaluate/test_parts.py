@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from qatpack.checkpoint.errors import OutputError
+from qatpack.cli.evaluate import _write as write_files
 from qatpack.cli.evaluate import evaluate as command
 from qatpack.cli.text import table as aligned
-from qatpack.evaluate import greedy, plots, speed
+from qatpack.evaluate import greedy, outputs, plots, speed
 from qatpack.evaluate.evaluation import Evaluation
 from qatpack.evaluate.gemma4 import model
 from qatpack.evaluate.gemma4.config import read_config
@@ -140,7 +142,7 @@ def test_the_table_fits_and_says_what_was_measured(evaluation: Evaluation) -> No
     cells = {row[0]: row[1:] for row in shown[0]}
     assert cells["mean KL, nats"][0] == "0"
     assert cells["mean KL, nats"][1] == cells["mean KL, nats"][3] != cells["mean KL, nats"][2]
-    assert cells["greedy, equal"][0].endswith(" of 12")
+    assert cells["equal greedy start"][0].endswith(" of 12")
     said = "\n".join([*notes(value), *findings(value)])
     for word in ("KL(reference || build)", "nats", "exact decode", "A B C C B A",
                  "2 windows of 32", "first ids 2 ", "jax", "12 tokens"):  # fmt: skip
@@ -220,9 +222,43 @@ def test_the_command(
     assert (tmp_path / "report" / "kl.png").exists()
 
 
+def test_outputs_are_refused_before_the_work(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    build = tmp_path / "build"  # no checkpoint: whoever starts to work says so
+    (build / "evaluation.json").mkdir(parents=True)
+    for arguments, said in (
+        (("--json", tmp_path), "is no plain file"),
+        (("--json", tmp_path / "none" / "x.json"), "its folder is not there"),
+        (("--report", blocked / "report"), "is no folder"),
+        (("--write",), "evaluation.json: is no plain file"),
+    ):
+        text = invoke(build, "--reference", build, *arguments, code=1)
+        assert said in text
+    with pytest.raises(OutputError, match="cannot be written"):
+        outputs.check_file(Path("/proc/x.json"))
+
+
+def test_one_file_that_fails_does_not_cost_the_others(
+    evaluation: Evaluation, builds: dict[str, Path], tmp_path: Path
+) -> None:
+    blocked = builds["rerounded"] / "evaluation.json"
+    blocked.mkdir()
+    written = builds["bfloat16"] / "evaluation.json"
+    try:
+        with pytest.raises(OutputError, match=r"all\.json: .*rerounded.*evaluation\.json: "):
+            write_files(evaluation, tmp_path / "none" / "all.json", tmp_path / "report", True)
+        assert json.loads(written.read_text()) == evaluation.to_json(only="bfloat16")
+        assert (tmp_path / "report" / "evaluation.md").exists()
+    finally:
+        blocked.rmdir()
+        written.unlink()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--write"], "download it to one"),
         (["--text", "x", "--dataset", "wikitext-2"], "one of --text and --dataset"),
         (["--chat", "--protocol", "llama.cpp"], "--chat belongs to"),
         (["--batch", "1,x"], "no list of batch sizes"),
