@@ -28,7 +28,7 @@ from .states import Store, open_store
 from .subjects import Progress, Subject, check_decodable, hash_files, on_device, open_subject, room
 from .texts import Text, embedded_text
 from .tokens import Vocabulary, open_vocabulary
-from .windows import Protocol, Windows, cut
+from .windows import Protocol, Windows, check_length, cut
 
 T = TypeVar("T")
 PARTS = ("grid", "kl", "greedy", "speed")
@@ -244,6 +244,7 @@ def prepare(
     vocabulary = open_vocabulary(reference.folder)
     if vocabulary.bos >= subjects[0].config.vocab:
         raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens")
+    check_length(options.protocol, subjects[0].checkpoint.config, name)
     mesh = pick_mesh(subjects[0].checkpoint.tensor_bytes, options.mesh)
     return Job(
         subjects=tuple(subjects),
