@@ -12,7 +12,7 @@ from ..checkpoint.hub import redact
 
 def table(rows: Sequence[Sequence[object]], *, header: bool = True) -> str:
     """Rows as aligned columns: the first to the left, the others to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join(

@@ -16,7 +16,7 @@ from ..checkpoint.errors import ModelError
 from ..checkpoint.source import Source
 from ..verify import job as verification
 from ..verify.report import Report
-from . import fidelity, greedy, speed
+from . import fidelity, greedy, origin, speed
 from .devices import cache_home, pick_mesh
 from .divergence import Positions
 from .gemma4.linear import Path as Decode
@@ -28,7 +28,7 @@ from .states import Store, open_store
 from .subjects import Progress, Subject, check_decodable, hash_files, on_device, open_subject, room
 from .texts import Text, embedded_text
 from .tokens import Vocabulary, open_vocabulary
-from .windows import Protocol, Windows, cut
+from .windows import Protocol, Windows, check_length, cut
 
 T = TypeVar("T")
 PARTS = ("grid", "kl", "greedy", "speed")
@@ -122,18 +122,31 @@ class Job:
                     subject.source, opened, chosen, name=subject.name, progress=step
                 )
             if not self.options.force:
-                _check_reference(report, reference)
+                for fault in self.faults(report):
+                    raise ModelError(f"{fault}; give the two that belong together, or --force")
             reports.append(report)
         return reports
+
+    def faults(self, report: Report) -> Iterator[str]:
+        """Why a build is not measured unless forced."""
+        reference = self.subjects[0]
+        return origin.faults(
+            report, reference.name, reference.checkpoint, lambda: self.reference_sha256
+        )
+
+    @functools.cached_property
+    def reference_sha256(self) -> dict[str, str]:
+        """Of the reference's files, by name."""
+        return self._hash(self.subjects[0])
 
     @functools.cached_property
     def sha256(self) -> tuple[dict[str, str], ...]:
         """Of each model's files, by name."""
-        found: list[dict[str, str]] = []
-        for subject in self.subjects:
-            with self.bars(f"{subject.name}: hashing", subject.disk_bytes, "B") as step:
-                found.append(hash_files(subject, step))
-        return tuple(found)
+        return (self.reference_sha256, *map(self._hash, self.subjects[1:]))
+
+    def _hash(self, subject: Subject) -> dict[str, str]:
+        with self.bars(f"{subject.name}: hashing", subject.disk_bytes, "B") as step:
+            return hash_files(subject, step)
 
     @functools.cached_property
     def stores(self) -> tuple[Store, ...]:
@@ -230,17 +243,6 @@ class Job:
             )
 
 
-def _check_reference(report: Report, reference: Subject) -> None:
-    copied = report.copied
-    if copied is None or not copied.differ:
-        return
-    whole = len(copied.differ) + len(copied.identical)
-    raise ModelError(
-        f"{report.name}: is no build of {reference.name}: {len(copied.differ)} of {whole} copied "
-        f"tensors differ ({copied.differ[0]}); give its own reference, or --force."
-    )
-
-
 def prepare(
     reference: Source, builds: Sequence[tuple[str, Source]], options: Options, bars: Bars
 ) -> Job:
@@ -253,6 +255,7 @@ def prepare(
     vocabulary = open_vocabulary(reference.folder)
     if vocabulary.bos >= subjects[0].config.vocab:
         raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens.")
+    check_length(options.protocol, subjects[0].checkpoint.config, name)
     mesh = pick_mesh(subjects[0].checkpoint.tensor_bytes, options.mesh)
     return Job(
         subjects=tuple(subjects),

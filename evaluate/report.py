@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..checkpoint.output import write_file, write_json
 from ..verify.tables import markdown
 from .outputs import unwritable
 from .plots import write_plots
-from .table import findings, notes, rows, speed_rows
+from .table import Row, findings, notes, rows, speed_rows
 
 FILE_NAME = "evaluation.md"
 CAPTIONS = {
@@ -20,6 +21,8 @@ CAPTIONS = {
     "levels.png": "Level of the stored step on which a group's largest weight falls",
     "speed.png": "Steady decode",
 }
+# What Markdown could read as code, HTML, emphasis, a link or a picture.
+_MARKUP = re.compile(r"[\\`<>*_\[\]]")
 
 
 def write_report(evaluation: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -42,14 +45,14 @@ def write_report(evaluation: Mapping[str, Any], folder: Path) -> list[Path]:
 def markdown_text(evaluation: Mapping[str, Any], plots: list[str]) -> str:
     """The whole page; `plots` are files beside it."""
     reference = evaluation["reference"]
-    commit = f" at `{reference['commit']}`" if reference["commit"] else ""
+    commit = f" at {reference['commit']}" if reference["commit"] else ""
     pieces = [
-        f"# Evaluation against {reference['name']}{commit}",
-        markdown(rows(evaluation, evaluation["builds"])),
-        "\n".join(f"- {line}" for line in findings(evaluation)),
-        "\n".join(f"- {line}" for line in notes(evaluation)),
-        "\n".join(f"- warning: {line}" for line in evaluation["warnings"]),
-        markdown(speed_rows(evaluation)) if "speed" in evaluation["parts"] else "",
+        f"# Evaluation against {plain(reference['name'] + commit)}",
+        _table(rows(evaluation, evaluation["builds"])),
+        _list(findings(evaluation)),
+        _list(notes(evaluation)),
+        _list([f"warning: {line}" for line in evaluation["warnings"]]),
+        _table(speed_rows(evaluation)) if "speed" in evaluation["parts"] else "",
         _answers(evaluation),
         "\n\n".join(f"![{CAPTIONS[name]}]({name})" for name in plots),
     ]
@@ -64,8 +67,22 @@ def _answers(evaluation: Mapping[str, Any]) -> str:
     said = [("reference", own["text"])]
     said += [(build["name"], build["greedy"]["text"]) for build in evaluation["builds"]]
     prompt = evaluation["conventions"]["prompt"]
-    quoted = [f"**{name}**\n\n{_block(text)}" for name, text in said]
-    return "\n\n".join([f"## Greedy answers to {prompt!r}", *quoted])
+    quoted = [f"**{plain(name)}**\n\n{_block(text)}" for name, text in said]
+    return "\n\n".join([f"## Greedy answers to {plain(repr(prompt))}", *quoted])
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is, in one line; control characters escaped."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _MARKUP.sub(r"\\\g<0>", line)
+
+
+def _table(cells: Sequence[Row]) -> str:
+    return markdown([tuple(map(plain, row)) for row in cells])
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {plain(line)}" for line in lines)
 
 
 def _block(text: str) -> str:

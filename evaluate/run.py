@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.source import Source
 from ..verify.report import Report
-from . import divergence, speed
+from . import divergence, origin, speed
 from .evaluation import Caution, Evaluation, Outcome, grid_of
 from .greedy import match
 from .job import Bars, Divergence, Exact, Job, Options, no_bars, prepare
@@ -57,7 +57,7 @@ def evaluate(
         self_check=diverged and diverged.itself,
         builds=outcomes[1:],
         comparisons=tuple(_comparisons(outcomes[1:], diverged)),
-        cautions=tuple(_cautions(outcomes[1:], reports, diverged)),
+        cautions=tuple(_cautions(job, outcomes[1:], reports, diverged)),
     )
 
 
@@ -157,12 +157,12 @@ def _comparisons(
 
 
 def _cautions(
-    builds: Sequence[Outcome], reports: Sequence[Report], diverged: Divergence | None
+    job: Job, builds: Sequence[Outcome], reports: Sequence[Report], diverged: Divergence | None
 ) -> Iterator[Caution]:
     for report in reports:
-        if report.copied is not None and report.copied.differ:
-            count = len(report.copied.differ)
-            said = f"{report.name}: {count} copied tensors differ from the reference (--force)"
+        forced = [f"{fault} (--force)" for fault in job.faults(report)]
+        doubt = origin.doubt(report)
+        for said in forced or ([doubt] if doubt else []):
             yield Caution(said, report.name)
     if diverged is None:
         return

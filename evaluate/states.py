@@ -11,7 +11,8 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..checkpoint.errors import OutputError
 from ..checkpoint.output import write_file, write_json
 from .devices import lean_options
 from .gemma4 import model
@@ -29,6 +31,7 @@ from .gemma4.load import Model
 from .machine import cpu_name
 
 AGAIN = "again"
+_DIGEST = hashlib.sha256().digest_size  # a file is the sha256 of its array, and the array as npy
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,31 @@ class Store:
     dtype: np.dtype[Any]
 
     def read(self, tokens: np.ndarray, tag: str = "") -> np.ndarray | None:
-        """States [length, hidden] of a window; None where it was not run, or the file is broken."""
+        """States [length, hidden] of a window; None where it was not run, or the file is not what
+        was written."""
         try:
-            raw = np.load(self._path(tokens, tag))
-        except (OSError, ValueError, EOFError):
+            data = self._path(tokens, tag).read_bytes()
+        except OSError:
             return None
-        if raw.ndim != 2 or len(raw) != len(tokens) or raw.dtype.itemsize != self.dtype.itemsize:
+        digest, array = data[:_DIGEST], data[_DIGEST:]
+        if hashlib.sha256(array).digest() != digest:
+            return None
+        raw = np.load(io.BytesIO(array))
+        if raw.ndim != 2 or len(raw) != len(tokens) or raw.dtype != _stored(self.dtype):
             return None
         return raw.view(self.dtype)
 
     def write(self, tokens: np.ndarray, states: np.ndarray, tag: str = "") -> None:
-        """Keep the states of a window; the file appears whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Keep the states of a window; the file appears whole or not at all.
+
+        Raises `OutputError` where the folder cannot be written.
+        """
         data = io.BytesIO()
-        np.save(data, states.view(f"u{states.dtype.itemsize}"))  # npy knows no bfloat16
-        write_file(self._path(tokens, tag), data.getvalue())
+        np.save(data, states.view(_stored(states.dtype)))
+        array = data.getvalue()
+        with _writable(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_file(self._path(tokens, tag), hashlib.sha256(array).digest() + array)
 
     def has(self, tokens: np.ndarray, tag: str = "") -> bool:
         """Whether the states of a window can be read."""
@@ -61,13 +74,16 @@ class Store:
 
     def _path(self, tokens: np.ndarray, tag: str) -> Path:
         digest = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()[:32]
-        return self.folder / f"{digest}{tag and '-'}{tag}.npy"
+        return self.folder / f"{digest}{tag and '-'}{tag}.states"
 
 
 def open_store(
     home: Path, sha256: Mapping[str, str], *, dtype: np.dtype[Any], devices: int
 ) -> Store:
-    """The store of a model, given by the sha256 of its files, on this machine's kind of device."""
+    """The store of a model, given by the sha256 of its files, on this machine's kind of device.
+
+    Raises `OutputError` where `home` cannot be written.
+    """
     device = jax.devices()[0]
     key = {
         "files": dict(sorted(sha256.items())),
@@ -82,10 +98,28 @@ def open_store(
     }
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     folder = home / digest
-    if not (folder / "key.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "key.json", key)
+    with _writable(folder):
+        if not (folder / "key.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "key.json", key)
     return Store(folder, dtype)
+
+
+def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """npy knows no bfloat16: states are kept as unsigned integers of their size."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename or folder
+        raise OutputError(
+            f"{folder}: hidden states cannot be kept there ({where}: {error.strerror}); remove "
+            "what is in the way, or name another folder with --cache-dir"
+        ) from error
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from ..verify.verdict import percent
 Row = tuple[str, ...]
 Values = Mapping[str, Any]
 MOST = 4  # builds beside the reference in 100 columns
+ROOM = 14  # characters of a build's name over its column
 
 
 def tables(evaluation: Values) -> Iterator[list[Row]]:
@@ -23,9 +24,10 @@ def tables(evaluation: Values) -> Iterator[list[Row]]:
 def rows(evaluation: Values, builds: Sequence[Values]) -> list[Row]:
     """A column for the reference and one for each of `builds`."""
     parts = evaluation["parts"]
+    names = columns([b["name"] for b in evaluation["builds"]])
     own = {**evaluation["reference"], **evaluation["reference_results"]}
     found: list[Row] = [
-        ("", "reference", *(_short(b["name"]) for b in builds)),
+        ("", "reference", *(names[b["name"]] for b in builds)),
         ("scales", own["dtype"], *(", ".join(b["scale_dtypes"]) or "-" for b in builds)),
         ("disk", *(size(m["disk_bytes"]) for m in (own, *builds))),
         ("weights loaded", *(_size(m["weight_bytes"]) for m in (own, *builds))),
@@ -226,8 +228,11 @@ def _digits(value: float) -> str:
 
 
 def _share(value: float | None) -> str:
+    """Four digits; 100 only where it is."""
     if value is None:
         return "-"
+    if 0.9999 < value < 1:  # four digits would say 100
+        return share(value, 1)
     return f"{100 * value:.4g} %"
 
 
@@ -235,7 +240,19 @@ def _size(nbytes: int | None) -> str:
     return size(nbytes) if nbytes else "-"
 
 
-def _short(name: str, room: int = 14) -> str:
+def columns(names: Sequence[str]) -> dict[str, str]:
+    """A short name for each, of its own: those that shorten alike are numbered."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        short, number = _short(name), 1
+        while short in found.values():
+            number += 1
+            short = f"{_short(name, ROOM - len(f' {number}'))} {number}"
+        found[name] = short
+    return found
+
+
+def _short(name: str, room: int = ROOM) -> str:
     """A name's last part, cut in the middle where it is long."""
     name = name.rpartition("/")[2]
     half = room // 2 - 1

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.errors import ModelError
+from ..checkpoint.errors import CheckpointError, ModelError
+from ..checkpoint.folder import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+_UNFRAMED = "download it again, or leave out --chat"
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,27 @@ class Vocabulary:
         yield self.decode(ids)[shown:]
 
     def chat(self, text: str) -> str:
-        """One user turn, framed by the folder's chat template, ready for the model's answer."""
-        template = _template(self.folder)
+        """One user turn, framed by the folder's chat template, ready for the model's answer.
+
+        Raises `ModelError`: no jinja2, no template, or one that cannot be read or run.
+        """
+        path, template = _template(self.folder)
         names = _read(self.folder / "tokenizer_config.json")
         special = {k: v for k, v in names.items() if k.endswith("_token") and isinstance(v, str)}
-        return template.render(
-            messages=[{"role": "user", "content": text}], add_generation_prompt=True, **special
-        )
+        turn = [{"role": "user", "content": text}]
+        try:
+            return template.render(messages=turn, add_generation_prompt=True, **special)
+        except ModelError:
+            raise
+        except Exception as e:  # a template can fail like any program
+            raise ModelError(f"{path}: the chat template fails ({e}); {_UNFRAMED}.") from e
 
 
 def open_vocabulary(folder: str | Path) -> Vocabulary:
     """The tokenizer of a checkpoint folder.
 
-    Raises ModelError: no or a damaged tokenizer.json, or a BOS that nothing names.
+    Raises `ModelError`: no or a damaged tokenizer.json, a BOS that nothing names, ids that are
+    none; `CheckpointError`: another file that is no JSON object.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -80,34 +90,66 @@ def open_vocabulary(folder: str | Path) -> Vocabulary:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as e:  # tokenizers raises plain Exception
         raise ModelError(f"{path}: cannot be read ({e}); download it again.") from e
-    generation, config = (_read(folder / n) for n in ("generation_config.json", "config.json"))
-    text = config.get("text_config") or config
-    bos = generation.get("bos_token_id", text.get("bos_token_id"))
+    bos = _named(folder, "bos_token_id")
     if bos is None:
         raise ModelError(f"{folder}: neither generation_config.json nor config.json names a BOS.")
-    stop = generation.get("eos_token_id", config.get("eos_token_id", text.get("eos_token_id")))
-    stop = [] if stop is None else [stop] if isinstance(stop, int) else stop
-    return Vocabulary(folder, tokenizer, bos, tuple(stop))
+    if not _is_id(bos[1]):
+        raise ModelError(f"{bos[0]}: bos_token_id is {bos[1]!r}, expected one token id.")
+    place, stop = _named(folder, "eos_token_id") or (folder, [])
+    stop = stop if isinstance(stop, list) else [stop]
+    if not all(_is_id(i) for i in stop):
+        raise ModelError(f"{place}: eos_token_id is {stop!r}, expected token ids.")
+    return Vocabulary(folder, tokenizer, bos[1], tuple(stop))
 
 
-def _template(folder: Path) -> Any:
+def _named(folder: Path, key: str) -> tuple[Path, Any] | None:
+    """The file that gives `key`, and what it gives, by the order in which transformers looks."""
+    generation, config = folder / "generation_config.json", folder / "config.json"
+    top = _read(config)
+    text = top.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"{config}: text_config is {text!r}, expected an object.")
+    places = [(generation, _read(generation)), (config, top), (config, text)]
+    return next(((path, v[key]) for path, v in places if v.get(key) is not None), None)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _template(folder: Path) -> tuple[Path, Any]:
+    """The compiled chat template, and the file that holds it."""
     try:
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as e:
         raise ModelError(
             "chat templates need jinja2: pip install jinja2, or leave out --chat."
         ) from e
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else None
-    source = source or _read(folder / "tokenizer_config.json").get("chat_template")
-    if not isinstance(source, str):
-        raise ModelError(f"{path}: not found; this checkpoint has no chat template.")
+    path, source = _template_source(folder)
     # The settings with which transformers renders templates.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _refused
-    return environment.from_string(source)
+    try:
+        return path, environment.from_string(source)
+    except TemplateError as e:
+        raise ModelError(f"{path}: is no chat template ({e}); {_UNFRAMED}.") from e
+
+
+def _template_source(folder: Path) -> tuple[Path, str]:
+    """The chat template, and the file that holds it."""
+    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        if path.exists() and (source := path.read_text(encoding="utf-8")):
+            return path, source
+    except (OSError, UnicodeDecodeError) as e:
+        raise ModelError(f"{path}: cannot be read ({e}); {_UNFRAMED}.") from e
+    source = _read(config).get("chat_template")
+    if not isinstance(source, str):
+        raise ModelError(f"{path}: not found; this checkpoint has no chat template.")
+    return config, source
 
 
 def _refused(message: str) -> None:
@@ -115,4 +157,4 @@ def _refused(message: str) -> None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}

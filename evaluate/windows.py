@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,6 +57,20 @@ class Windows:
         return min(self.last, self.tokens.shape[1] - 1) - self.first
 
 
+def check_length(protocol: Protocol, config: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` for windows longer than a model was made for, by its config.json.
+
+    `name`: of the model. A config without max_position_embeddings sets no bound.
+    """
+    inner = config.get("text_config")
+    most = (inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
+    if isinstance(most, int) and protocol.length > most:
+        raise ModelError(
+            f"windows of {protocol.length:,} tokens are longer than the {most:,} positions of "
+            f"{name} (max_position_embeddings in its config.json); give a shorter --length"
+        )
+
+
 def cut(text: Text, vocabulary: Vocabulary, protocol: Protocol) -> Windows:
     """Tokenize a text and cut it.
 
@@ -77,9 +92,11 @@ def cut(text: Text, vocabulary: Vocabulary, protocol: Protocol) -> Windows:
             f"{len(frame)} tokens of its frame; give a longer --length."
         )
     if len(ids) < protocol.windows * step:
+        whole, plural = len(ids) // step, "s" * (protocol.windows != 1)
+        fewer = f", or --windows {whole}" if whole else ""
         raise ModelError(
-            f"{text.name}: has {len(ids):,} tokens, and {protocol.windows} windows take "
-            f"{protocol.windows * step:,}; give a longer text, or --windows {len(ids) // step}."
+            f"{text.name}: has {len(ids):,} tokens, and {protocol.windows} window{plural} of "
+            f"{protocol.length} take {protocol.windows * step:,}; give a longer text{fewer}."
         )
     rows = np.asarray(ids[: protocol.windows * step], np.int32).reshape(protocol.windows, step)
     if protocol.style == "llama.cpp":

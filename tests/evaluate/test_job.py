@@ -14,15 +14,17 @@ import pytest
 from small_builds import FAST
 
 from qatpack.checkpoint.errors import CheckpointError, ModelError
+from qatpack.checkpoint.manifest import MANIFEST_NAME
 from qatpack.checkpoint.source import resolve_source
+from qatpack.evaluate import origin, subjects
 from qatpack.evaluate import run as run_module
-from qatpack.evaluate import subjects
 from qatpack.evaluate.evaluation import Caution, Evaluation, write_evaluations
 from qatpack.evaluate.gemma4.load import load
-from qatpack.evaluate.job import HEADS_ADVICE, Options
+from qatpack.evaluate.job import HEADS_ADVICE, Options, no_bars, prepare
 from qatpack.evaluate.run import evaluate
 from qatpack.evaluate.states import AGAIN
 from qatpack.evaluate.table import notes
+from qatpack.verify.report import Report
 
 KL = {**FAST, "parts": ("kl",)}
 Edited = Callable[..., Path]
@@ -187,6 +189,64 @@ def test_another_reference_is_refused_unless_forced(
         run(small, other, **options)
     found = run(small, other, **options, force=True)
     assert any("copied tensors differ" in said for said in found.warnings)
+
+
+SPEED = {**FAST, "parts": ("speed",), "tokens": 2}
+DOWN = "model.language_model.layers.1.mlp.down_proj"
+
+
+def checked(
+    small: Path, folder: Path, **options: Any
+) -> tuple[list[Report], Callable[[Report], Any]]:
+    """What `Job.verify` says before anything is loaded."""
+    job = prepare(
+        resolve_source(small), [("it", resolve_source(folder))], Options(**options), no_bars
+    )
+    return job.verify(), lambda report: list(job.faults(report))
+
+
+def test_a_record_of_another_source_is_refused_without_the_grid(
+    small: Path, builds: dict[str, Path], edited: Edited
+) -> None:
+    other = edited("bfloat16")
+    path = other / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    (record,) = (f for f in manifest["source"]["files"] if f["name"] == "model.safetensors")
+    record["sha256"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    said = r"it: is no build of reference: its repack_report.json names another sha256 of model"
+    with pytest.raises(ModelError, match=rf"{said}.*--force"):
+        checked(small, other, **SPEED)
+    (report,), faults = checked(small, other, **SPEED, force=True)
+    assert len(faults(report)) == 1
+    for name in ("bfloat16", "rerounded"):
+        (report,), faults = checked(small, builds[name], **SPEED)
+        assert faults(report) == []
+        assert origin.doubt(report) is None
+
+
+def test_a_sampled_verdict_that_is_not_good_is_told(small: Path, edited: Edited) -> None:
+    def move(arrays: dict[str, np.ndarray]) -> None:
+        arrays[f"{DOWN}.weight_packed"][:] ^= 0x1
+
+    folder = edited("bfloat16", move)
+    (report,), _ = checked(small, folder, **SPEED)
+    assert (origin.doubt(report) or "").startswith("it: ")
+    (folder / MANIFEST_NAME).unlink()  # then it may be anybody's, rounded anew
+    assert origin.doubt(report) is None
+
+
+def test_scales_that_are_not_finite_are_refused_unless_forced(small: Path, edited: Edited) -> None:
+    def spoil(arrays: dict[str, np.ndarray]) -> None:
+        arrays[f"{DOWN}.weight_scale"][-1, -1] = np.nan
+
+    broken = edited("bfloat16", spoil)
+    for parts in (("grid",), ("greedy",)):
+        options = {**FAST, "parts": parts}
+        with pytest.raises(ModelError, match=r"cannot be measured: 1 scales are NaN.*--force"):
+            checked(small, broken, **options)
+        (report,), faults = checked(small, broken, **options, force=True)
+        assert "scales are NaN" in faults(report)[0]
 
 
 def test_builds_that_mean_something_else_by_their_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,7 +27,7 @@ from qatpack.evaluate.machine import read_machine
 from qatpack.evaluate.report import markdown_text, write_report
 from qatpack.evaluate.speed import Run, Visit
 from qatpack.evaluate.states import open_store
-from qatpack.evaluate.table import findings, nats, notes, tables
+from qatpack.evaluate.table import ROOM, _share, columns, findings, nats, notes, tables
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TOKENS = np.arange(5, dtype=np.int32)
@@ -58,13 +59,49 @@ def test_states_of_other_weights_or_another_dtype_are_not_taken(tmp_path: Path) 
     assert all((folder / "key.json").exists() for folder in folders)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", b"no array at all"])
-def test_damaged_states_are_run_again(tmp_path: Path, damage: bytes) -> None:
+def zip_start(_: bytes) -> bytes:
+    return b"PK\x03\x04"
+
+
+def zeroed(data: bytes) -> bytes:
+    return data[:-8] + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"",
+        lambda data: data[:-1],
+        lambda data: data[32:],
+        lambda _: b"PK\x03\x04",
+        zeroed,
+    ],
+)
+def test_damaged_states_are_run_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     store = open_store(tmp_path, {"model.safetensors": "ab"}, dtype=BF16, devices=1)
-    store.write(TOKENS, np.zeros((5, 8), BF16))
-    (path,) = store.folder.glob("*.npy")
-    path.write_bytes(damage)
+    store.write(TOKENS, np.ones((5, 8), BF16))
+    (path,) = store.folder.glob("*.states")
+    path.write_bytes(damage(path.read_bytes()))
     assert store.read(TOKENS) is None
+
+
+def test_states_of_another_shape_are_run_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path, {"model.safetensors": "ab"}, dtype=BF16, devices=1)
+    for states in (np.ones((4, 8), BF16), np.ones((5, 8), np.float32), np.ones(5, BF16)):
+        store.write(TOKENS, states)
+        assert store.read(TOKENS) is None
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sha256 = {"model.safetensors": "ab"}
+    with pytest.raises(OutputError, match=r"file.*--cache-dir"):
+        open_store(tmp_path / "file", sha256, dtype=BF16, devices=1)
+    store = open_store(tmp_path, sha256, dtype=BF16, devices=1)
+    store._path(TOKENS, "").mkdir()
+    assert store.read(TOKENS) is None
+    with pytest.raises(OutputError, match=rf"{store.folder}: .*--cache-dir"):
+        store.write(TOKENS, np.ones((5, 8), BF16))
 
 
 def test_a_shared_head_is_held_once_and_gives_the_models_logits(
@@ -147,6 +184,37 @@ def test_the_table_fits_and_says_what_was_measured(evaluation: Evaluation) -> No
     for word in ("KL(reference || build)", "nats", "exact decode", "A B C C B A",
                  "2 windows of 32", "first ids 2 ", "jax", "12 tokens"):  # fmt: skip
         assert word in said
+
+
+def test_a_share_says_100_only_where_it_is() -> None:
+    shown = [_share(x) for x in (None, 0.0, 0.97391, 0.999996, 0.99992, 1.0, 1.204)]
+    assert shown == ["-", "0 %", "97.39 %", "99.999 %", "99.992 %", "100 %", "120.4 %"]
+
+
+def test_every_build_has_a_column_name_of_its_own() -> None:
+    names = ["a/gemma-w4a16", "b/gemma-w4a16", "c/gemma-long-bf16-w4", "c/gemma-long-fp16-w4"]
+    names.append("c/gemma-longer-bf16-w4")
+    found = columns(names)
+    assert list(found) == names
+    assert len(set(found.values())) == len(names)
+    assert max(map(len, found.values())) <= ROOM
+    assert found["b/gemma-w4a16"] == "gemma-w4a16 2"
+
+
+def test_names_of_others_are_shown_as_they_are(evaluation: Evaluation) -> None:
+    odd = "x|<b>`a`\n# [y](z)\x1b[2J"
+    value = evaluation.to_json()
+    value["builds"][0]["name"] = value["reference"]["name"] = odd
+    value["conventions"]["prompt"] = value["conventions"]["text"]["name"] = odd
+    page = markdown_text({**value, "warnings": [odd]}, [])
+    marked = r"x|\<b\>\`a\`\\n# \[y\](z)\\x1b\[2J"
+    assert page.startswith(f"# Evaluation against {marked}")
+    assert f"- warning: {marked}" in page
+    assert f"| {marked.replace('|', chr(92) + '|')} |" in page
+    assert f"**{marked}**" in page
+    assert "<b>" not in page
+    assert "\n# [" not in page
+    assert "\x1b" not in aligned([("", odd)]) + page
 
 
 def test_parts_that_did_not_run_are_left_out(evaluation: Evaluation) -> None:

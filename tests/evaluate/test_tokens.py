@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qatpack.checkpoint.errors import ModelError
+from qatpack.checkpoint.errors import CheckpointError, ModelError
 from qatpack.evaluate.tokens import open_vocabulary
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
@@ -65,3 +65,42 @@ def test_folders_without_what_is_needed(tmp_path: Path) -> None:
     assert vocabulary.stop == (1,)
     with pytest.raises(ModelError, match="no chat template"):
         vocabulary.chat("Hello")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The tokenizer and settings of the embedded checkpoint, to be damaged."""
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "holds a JSON list"),
+        ("{bad", "is not valid JSON"),
+        ('{"bos_token_id": "x"}', "bos_token_id is 'x'"),
+        ('{"bos_token_id": [2]}', r"bos_token_id is \[2\]"),
+        ('{"eos_token_id": ["x"]}', r"eos_token_id is \['x'\]"),
+    ],
+)
+def test_damaged_settings_are_named(folder: Path, text: str, said: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises((CheckpointError, ModelError), match=rf"generation_config\.json: {said}"):
+        open_vocabulary(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (b"{% if %}", "is no chat template"),
+        (b"{{ messages.x.y }}", "the chat template fails"),
+        (b"{{ 1 + 'a' }}", "the chat template fails"),
+        (b"caf\xe9", "cannot be read"),
+    ],
+)
+def test_a_broken_chat_template_is_named(folder: Path, template: bytes, said: str) -> None:
+    (folder / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(ModelError, match=rf"chat_template\.jinja: {said}.*--chat"):
+        open_vocabulary(folder).chat("Hello")

@@ -20,7 +20,7 @@ from qatpack.checkpoint.errors import ModelError
 from qatpack.evaluate import texts, windows
 from qatpack.evaluate.texts import Text, embedded_text, read_text
 from qatpack.evaluate.tokens import open_vocabulary
-from qatpack.evaluate.windows import REQUEST, Protocol, cut
+from qatpack.evaluate.windows import REQUEST, Protocol, check_length, cut
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 VOCABULARY = open_vocabulary(DEMO)
@@ -60,10 +60,20 @@ def test_a_chat_frame_stands_before_every_window_and_is_not_scored() -> None:
 
 
 def test_texts_that_cannot_be_cut() -> None:
-    with pytest.raises(ModelError, match=r"4 windows take 2,044; give a longer text, or --windows"):
+    with pytest.raises(ModelError, match=r"4 windows of 512 take 2,044; give .* --windows 2"):
         cut(Text("short.txt", TEXT.content[:3000]), VOCABULARY, Protocol(windows=4))
+    with pytest.raises(ModelError, match=r"and 1 window of 8 take 7; give a longer text$"):
+        cut(Text("empty.txt", ""), VOCABULARY, Protocol(windows=1, length=8))
     with pytest.raises(ModelError, match="has a BOS token"):
         cut(Text("odd.txt", "before <bos> after"), VOCABULARY, Protocol(windows=1, length=8))
+
+
+def test_windows_longer_than_the_model_was_made_for() -> None:
+    config = {"text_config": {"max_position_embeddings": 2048}}
+    with pytest.raises(ModelError, match=r"2,049 tokens .* 2,048 positions of it .*--length"):
+        check_length(Protocol(length=2049), config, "it")
+    check_length(Protocol(length=2048), config, "it")
+    check_length(Protocol(length=2049), {}, "it")
 
 
 def test_a_second_bos_is_found_however_it_came() -> None:
