@@ -277,7 +277,7 @@ def _check_card(payload: Payload, tell: Tell) -> None:
     try:
         patiently(validate, tell=tell)
     except ValueError as error:  # its BadRequestError
-        said = redact(" ".join(str(getattr(error, "server_message", "")).split()))
+        said = redact(" ".join(str(getattr(error, "server_message", error) or "").split()))
         reason = f" ({said})" if said else ""
         raise PushError(
             f"the Hub refuses the metadata of {CARD_NAME}{reason}: mend that of the source's "
