@@ -123,7 +123,7 @@ class Job:
                 )
             if not self.options.force:
                 for fault in self.faults(report):
-                    raise ModelError(f"{fault}; give the two that belong together, or --force")
+                    raise ModelError(f"{fault}, or --force")
             reports.append(report)
         return reports
 

@@ -29,7 +29,7 @@ def faults(report: Report, name: str, reference: Checkpoint, hashes: Hashes) -> 
         whole = len(copied.differ) + len(copied.identical)
         yield (
             f"{report.name}: is no build of {name}: {len(copied.differ)} of {whole} copied "
-            f"tensors differ ({copied.differ[0]})"
+            f"tensors differ ({copied.differ[0]}); give its own reference"
         )
     for finding in report.findings:
         if finding.code == "scale-not-finite":
@@ -38,7 +38,7 @@ def faults(report: Report, name: str, reference: Checkpoint, hashes: Hashes) -> 
     if report.sample is not None and (file := _other_source(report, reference, hashes)):
         yield (
             f"{report.name}: is no build of {name}: its {MANIFEST_NAME} names another sha256 of "
-            f"{file}"
+            f"{file}; give the reference it was made from"
         )
 
 
