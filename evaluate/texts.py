@@ -47,7 +47,7 @@ class Text:
 
 def embedded_text() -> Text:
     """An essay of 25 kB that comes with qatpack."""
-    content = (files(__package__) / "text.txt").read_text(encoding="utf-8")
+    content = (files("qatpack.evaluate") / "text.txt").read_text(encoding="utf-8")
     return Text("qatpack's own (evaluate/text.txt)", content)
 
 
