@@ -10,13 +10,13 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 from verify_builds import read_arrays
 
+from qatpack.card.files import VERIFY_NAME
 from qatpack.checkpoint.hashing import hash_file
 from qatpack.checkpoint.source import resolve_source
 from qatpack.cli import main
 from qatpack.repack.job import repack
 from qatpack.repack.plan import Options
 from qatpack.verify import conform
-from qatpack.verify.report import REPORT_NAME
 
 Q = "model.language_model.layers.1.self_attn.q_proj"
 
@@ -137,7 +137,7 @@ def test_markdown(folders, source):
 def test_write(folders, source, tmp_path):
     shutil.copytree(folders / "exact", tmp_path / "b")
     invoke(tmp_path / "b", "--reference", source, "--write")
-    report = json.loads((tmp_path / "b" / REPORT_NAME).read_text())
+    report = json.loads((tmp_path / "b" / VERIFY_NAME).read_text())
     assert report["verdict"]["kind"] == "exact"
     again = invoke(tmp_path / "b", "--reference", source, "--write", "--json")
     assert json.loads(again.stdout) == report
