@@ -9,7 +9,7 @@ demo: .venv/installed
 	$(BIN)/qatpack demo --out build/demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .
