@@ -69,15 +69,16 @@ def test_a_table_off_the_grid_is_refused_with_its_place(
 
 
 def test_generate_with_the_head_in_4_bits(tmp_path: Path) -> None:
-    flags = ["--max-tokens", "4", "--json", "--cache-dir", str(tmp_path / "cache")]
-    texts = [
-        CliRunner().invoke(main, ["generate", str(DEMO), "def f(", "--head", h, *flags])
-        for h in ("stored", "int4")
-    ]
-    assert [t.exit_code for t in texts] == [0, 0]
-    assert '"head": "int4"' in texts[1].stdout
-    refused = CliRunner().invoke(
-        main, ["generate", str(broken(tmp_path)), "def f(", "--head", "int4", *flags]
-    )
+    flags = ["--head", "int4", "--max-tokens", "1", "--json", "--cache-dir", str(tmp_path / "c")]
+    ran = CliRunner().invoke(main, ["generate", str(DEMO), "def f(", *flags])
+    assert ran.exit_code == 0, ran.stderr
+    assert '"head": "int4"' in ran.stdout
+    refused = CliRunner().invoke(main, ["generate", str(broken(tmp_path)), "def f(", *flags])
     assert refused.exit_code == 1
     assert "row 1001, columns 64 to 95" in refused.stderr
+
+
+def test_a_head_in_4_bits_is_for_one_device() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+    with pytest.raises(ModelError, match="one device"):
+        load(DEMO, head="int4", mesh=mesh)
