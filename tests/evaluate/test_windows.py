@@ -62,7 +62,7 @@ def test_a_chat_frame_stands_before_every_window_and_is_not_scored() -> None:
 def test_texts_that_cannot_be_cut() -> None:
     with pytest.raises(ModelError, match=r"4 windows of 512 take 2,044; give .* --windows 2"):
         cut(Text("short.txt", TEXT.content[:3000]), VOCABULARY, Protocol(windows=4))
-    with pytest.raises(ModelError, match=r"and 1 window of 8 take 7; give a longer text$"):
+    with pytest.raises(ModelError, match=r"and 1 window of 8 take 7; give a longer text\.$"):
         cut(Text("empty.txt", ""), VOCABULARY, Protocol(windows=1, length=8))
     with pytest.raises(ModelError, match="has a BOS token"):
         cut(Text("odd.txt", "before <bos> after"), VOCABULARY, Protocol(windows=1, length=8))
