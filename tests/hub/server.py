@@ -94,7 +94,7 @@ class Hub:
 
     def downloads(self) -> set[str]:
         """The files whose bytes were asked for, as paths in their repository."""
-        resolve = re.compile(rf"GET /{REPO}/resolve/{REVISION}/(?P<file>.+)")
+        resolve = re.compile(rf"GET /{HOLDER}/resolve/{REVISION}/(?P<file>.+)")
         found = (resolve.fullmatch(key) for key in self.requests)
         return {match["file"] for match in found if match}
 
