@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from .errors import CheckpointError
+from .progress import Progress
 
 CHUNK = 1 << 23
 
 
-def hash_file(path: Path, *, progress: Callable[[int], object] | None = None) -> str:
+def hash_file(path: Path, *, progress: Progress | None = None) -> str:
     """The sha256 of a file, hex, in bounded memory; `progress` gets the bytes of each step."""
     digest = hashlib.sha256()
     buffer = bytearray(CHUNK)

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import numpy as np
 from .errors import CheckpointError
 from .header import DTYPE_BITS, TensorInfo, tensor_bytes
 from .output import sync_folder
+from .progress import Progress
 
 # Between files that share an alignment of pages, copy_file_range moves whole pages: five times
 # the speed of the unaligned case.
@@ -191,7 +192,7 @@ class ShardWriter:
         self._missing[name] -= data.nbytes
         self._flusher.add(data.nbytes)
 
-    def copy(self, spec: TensorSpec, source: int, progress: Callable[[int], object]) -> None:
+    def copy(self, spec: TensorSpec, source: int, progress: Progress) -> None:
         """Copy a pass-through tensor from the open file `source`; `progress` gets the bytes."""
         if spec.source is None:
             raise ValueError(f"{spec.name} has no source to copy from")

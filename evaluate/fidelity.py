@@ -6,13 +6,14 @@ then heads alone turn them into logits, a block of positions at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint.errors import ModelError
+from ..checkpoint.progress import Progress
 from . import divergence
 from .divergence import Positions
 from .gemma4.load import Model
@@ -21,7 +22,6 @@ from .states import AGAIN, Store, run_window
 from .windows import Windows
 
 BLOCK = 64  # positions whose logits are held at once: 67 MB a model at 262,144 tokens
-Progress = Callable[[int], object]
 
 
 SECOND = (0, AGAIN)  # the second run of the first window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..checkpoint.progress import Progress
 from .gemma4 import model
 from .gemma4.config import Config
 from .gemma4.generate import default_cache_length, padded_length, stream
@@ -66,7 +67,7 @@ def continue_greedily(
     *,
     tokens: int,
     wider: bool = False,
-    step: Callable[[int], object],
+    step: Progress,
 ) -> tuple[int, ...]:
     """The likeliest `tokens` next tokens of one prompt, stop tokens not heeded.
 
@@ -85,9 +86,7 @@ def continue_greedily(
     return tuple(ids)
 
 
-def answer(
-    loaded: Model, prompt: Sequence[int], *, tokens: int, step: Callable[[int], object]
-) -> Answer:
+def answer(loaded: Model, prompt: Sequence[int], *, tokens: int, step: Progress) -> Answer:
     """What the reference says, how sure it is of each token, and how well it repeats itself."""
     ids = continue_greedily(loaded, prompt, tokens=tokens, step=step)
     margins = top_margins(loaded, prompt, ids)

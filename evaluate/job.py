@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..checkpoint.errors import ModelError
+from ..checkpoint.progress import Progress
 from ..checkpoint.source import Source
 from ..verify import job as verification
 from ..verify.report import Report
@@ -25,7 +26,7 @@ from .greedy import Answer
 from .heads import load_heads
 from .speed import Visit
 from .states import Store, open_store
-from .subjects import Progress, Subject, check_decodable, hash_files, on_device, open_subject, room
+from .subjects import Subject, check_decodable, hash_files, on_device, open_subject, room
 from .texts import Text, embedded_text
 from .tokens import Vocabulary, open_vocabulary
 from .windows import Protocol, Windows, check_length, cut

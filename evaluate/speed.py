@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import jax
 
+from ..checkpoint.progress import Progress
 from .gemma4.cache import slots
 from .gemma4.generate import Chunk, default_cache_length, stream, warm_up
 from .gemma4.load import Model, weight_bytes
@@ -49,7 +50,7 @@ def visit(
     batches: Sequence[int],
     tokens: int,
     repeats: int,
-    step: Callable[[int], object],
+    step: Progress,
 ) -> Visit:
     """Time a model: for each batch size compile, run once untimed, then `repeats` timed runs.
 

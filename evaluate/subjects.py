@@ -19,6 +19,7 @@ from ..checkpoint.errors import ModelError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.naming import text_prefix
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import NUMPY_DTYPES
 from ..checkpoint.source import Source
 from ..checkpoint.units import size
@@ -30,7 +31,6 @@ from .gemma4.linear import Path as Decode
 from .gemma4.load import Model, load
 
 T = TypeVar("T")
-Progress = Callable[[int], object]
 MODEL_ADVICE = "spread it with --mesh, or take a smaller --batch or --length"
 # What compressed-tensors may store beside packed weights, and this decoder has no use of.
 _FOREIGN = ("weight_zero_point", "weight_g_idx", "weight_global_scale")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ..card.results import Results, read_results
 from ..checkpoint.errors import PushError
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.manifest import MANIFEST_NAME, FileRecord
+from ..checkpoint.progress import Progress
 from ..checkpoint.units import size
 from ..verify.findings import listed
 
@@ -133,7 +134,7 @@ def recorded(build: Build) -> tuple[FileRecord, ...]:
     return tuple(record for record in build.files if record.name != CARD_NAME)
 
 
-def hashed(payload: Payload, progress: Callable[[int], object]) -> Payload:
+def hashed(payload: Payload, progress: Progress) -> Payload:
     """The payload after hashing every file that the manifest lists.
 
     A file without a recorded hash gets the one it has. `progress` gets the bytes of each step,

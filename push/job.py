@@ -15,8 +15,8 @@ from ..card.files import CARD_NAME
 from ..checkpoint.errors import PushError
 from ..checkpoint.hub import redact
 from ..checkpoint.output import write_file
+from ..checkpoint.progress import Progress, ignore_progress
 from ..checkpoint.source import Source
-from ..repack.job import ignore_progress
 from ..verify.findings import Severity, listed
 from ..verify.job import verify
 from .folder import Payload, hashed, read_payload
@@ -132,7 +132,7 @@ def plan_push(
     repo: str,
     options: Options,
     *,
-    progress: Callable[[int], object] = ignore_progress,
+    progress: Progress = ignore_progress,
     tell: Tell = _silent,
 ) -> Plan:
     """Check folder, token and repository, cheap checks first; nothing is changed anywhere.

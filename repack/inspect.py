@@ -10,6 +10,7 @@ import numpy as np
 
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from .config import QUANTIZATION_KEYS
@@ -17,7 +18,7 @@ from .grid import BLOCK_GROUPS, Counts, dispatch, share_certified
 from .layout import Layout, Role, read_layout, ties_head
 from .packing import GROUP
 from .plan import Options, PackedModule, make_plan, same_bytes, unpackable
-from .stream import Progress, blocks
+from .stream import blocks
 
 # The corner of a tensor on which other group sizes and the other axis are tried: enough groups
 # to tell, few enough for numpy. Tensors that nobody expects on a grid get as many rows measured.

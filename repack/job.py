@@ -16,6 +16,7 @@ from ..checkpoint.errors import CheckpointError, OutputError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.hashing import BackgroundHasher
 from ..checkpoint.output import check_output, sync_folder
+from ..checkpoint.progress import Progress, ignore_progress
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from ..checkpoint.writer import plan_shards
@@ -24,14 +25,10 @@ from .journal import Journal, fingerprint, source_state
 from .layout import read_layout
 from .plan import Options, Plan, make_plan
 from .shards import source_records, start_source_hashes, write_shards
-from .stream import Progress, find_fault
+from .stream import find_fault
 
 # Room for what stands beside the shards: tokenizer, config, card, manifest.
 SPACE_MARGIN = 128 << 20
-
-
-def ignore_progress(_: int) -> None:
-    """The progress of a caller who does not ask for it."""
 
 
 def plan_repack(source: Source, options: Options, *, progress: Progress = ignore_progress) -> Plan:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from ..checkpoint.hashing import BackgroundHasher
 from ..checkpoint.manifest import FileRecord
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader
 from ..checkpoint.source import Source
 from ..checkpoint.writer import ShardLayout, ShardWriter
 from .grid import Counts
 from .journal import Journal
 from .plan import Plan
-from .stream import Progress, copy_tensors, pack_tensors, source_bytes
+from .stream import copy_tensors, pack_tensors, source_bytes
 
 # Shards open at a time: each reserves its space and holds a descriptor and a thread.
 IN_FLIGHT = 3

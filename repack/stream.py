@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..checkpoint.errors import GridError
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader, aligned_empty
 from ..checkpoint.writer import ShardLayout, ShardWriter
 from .grid import BLOCK_GROUPS, BlockResult, Counts, Pending, Status, describe_group, dispatch
@@ -15,8 +16,6 @@ from .packing import GROUP
 from .plan import PackedModule, ScaleDtype
 
 GROUP_BYTES = 2 * GROUP
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from ..repack.job import ignore_progress
+from ..checkpoint.progress import Progress, ignore_progress
 from ..repack.layout import Role, classify, is_packed, module_names
 from .build import Build
-from .decompressor import Progress, decode_findings
+from .decompressor import decode_findings
 from .findings import Finding, error, listed, note, warning
 from .scheme import CONFIG, KEY, Scheme
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader, aligned_empty
 from ..repack.layout import Layout, Role, is_packed, ties_head
 from .build import Build
-from .fidelity import Progress
 from .findings import Finding, error, listed, warning
 from .pairs import reference_name
 

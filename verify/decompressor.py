@@ -5,13 +5,14 @@ The decompressor runs on blocks of rows of about its best size, so that memory s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader
 from ..repack.grid import cpu
 from ..repack.packing import BF16
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 BLOCK_VALUES = 1 << 18
 """Values that are decoded at once: beyond it torch falls out of the cache."""
-
-Progress = Callable[[int], object]
 
 
 def decoded_bytes(build: Build) -> int:

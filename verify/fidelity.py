@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader
 from ..repack.grid import GROUP
 from .compare import Block, Compared, block_groups
 from .pairs import Kind, Pair
 from .tally import Tally
-
-Progress = Callable[[int], object]
 
 THREADS = 2
 """Blocks compared at once; XLA spreads a block over more cores by itself."""

@@ -10,8 +10,8 @@ from typing import Any
 from ..checkpoint.errors import CheckpointError, QatpackError
 from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
+from ..checkpoint.progress import Progress, ignore_progress
 from ..checkpoint.source import Source
-from ..repack.job import ignore_progress
 from ..repack.layout import Layout, read_layout, refuse_packed
 from .build import Build, open_build
 from .copied import (
@@ -22,7 +22,7 @@ from .copied import (
     read_head,
 )
 from .decompressor import decoded_bytes
-from .fidelity import Progress, compare_pairs, sampled_bytes
+from .fidelity import compare_pairs, sampled_bytes
 from .findings import Finding, Severity, error, warning
 from .pairs import Pair, make_pairs, reference_modules, reference_name
 from .provenance import derived_bytes, rederive

@@ -22,6 +22,7 @@ from ..checkpoint.folder import read_json
 from ..checkpoint.hashing import hash_file
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
+from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader
 from ..repack.finish import MANIFEST_FORMAT, plan_config
 from ..repack.layout import Layout
@@ -29,7 +30,6 @@ from ..repack.plan import Options, PackedModule, Plan, make_plan, same_bytes
 from ..repack.sidecars import sidecar_names
 from ..repack.stream import blocks
 from .build import Build
-from .fidelity import Progress
 from .findings import Finding, error, listed, warning
 
 LATER = (CARD_NAME, VERIFY_NAME, EVALUATION_NAME, MANIFEST_NAME)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from ...checkpoint.errors import ModelError
 from ...checkpoint.header import TensorInfo
+from ...checkpoint.progress import Progress
 from ...checkpoint.reader import TensorReader
 from ...repack.grid import GROUP, Grid, describe_group, recover
 from .packed import PER_WORD
@@ -16,7 +15,7 @@ BLOCK = 32 << 20  # bytes of the table recovered at a time
 
 
 def recover_table(
-    reader: TensorReader, table: TensorInfo, progress: Callable[[int], object] | None = None
+    reader: TensorReader, table: TensorInfo, progress: Progress | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """A bf16 table [V, E] as words uint32[V, E/8] and steps float32[V, E/32].
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import numpy as np
 from ...checkpoint.errors import ModelError
 from ...checkpoint.folder import Checkpoint
 from ...checkpoint.naming import text_prefix
+from ...checkpoint.progress import Progress
 from ...checkpoint.reader import TensorReader
 from .config import Config, read_config, tensor_shapes
 from .head import recover_table
@@ -47,7 +47,7 @@ def load(
     head: Head = "stored",
     dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """Load the text decoder of a checkpoint, a packed build or a text-only one.
 
@@ -105,7 +105,7 @@ class _Source:
     head: Head
     dtype: Any
     mesh: jax.sharding.Mesh | None
-    progress: Callable[[int], object] | None
+    progress: Progress | None
 
     def full(self, name: str) -> str:
         """The checkpoint's name of one of ours; a head stands outside the decoder's prefix."""
