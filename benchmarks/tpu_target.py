@@ -42,12 +42,12 @@ from qatpack.evaluate.gemma4.sharding import (
     weight_sharding,
 )
 from qatpack.evaluate.gemma4.weights import assemble, is_inner_norm
+from qatpack.repack.packing import GROUP
 
 HBM_BYTES = 16.9e9  # what XLA gives a program on one v5e
 BANDWIDTH = 819e9  # bytes/s, v5e data sheet
 CONFIGS = ("E2B", "E4B", "12B", "31B")
 DATA = Path(__file__).parent.parent / "tests" / "data"
-GROUP = 32
 
 
 def require_libtpu() -> None:

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.hub import HUB_ID
+from ..checkpoint.hub import COMMIT, HUB_ID, SHA256
 from ..checkpoint.manifest import MANIFEST_FORMAT, MANIFEST_NAME, FileRecord
-from .fields import COMMIT, SHA256, FieldError, Fields
+from .fields import FieldError, Fields
 
 VERSION = re.compile(r"[\w.+-]+", re.ASCII)
 SCALE_DTYPES = re.compile(r"bfloat16|float16|float32")

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.hub import COMMIT, SHA256
 from ..checkpoint.manifest import FileRecord
 from .build import VERSION, Build, is_weights
-from .fields import COMMIT, SHA256, FieldError, Fields
+from .fields import FieldError, Fields
 from .files import EVALUATION_FORMAT
 
 

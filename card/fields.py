@@ -7,10 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
 _LARGEST = 2**63 - 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..checkpoint.manifest import MANIFEST_NAME
-from ..checkpoint.units import share, size
+from ..checkpoint.units import percent, share, size
 from .build import Build
 from .evaluation import Evaluation, Speed
 from .files import EVALUATION_NAME, VERIFY_NAME
@@ -53,13 +53,6 @@ def _repacked(build: Build) -> str:
 
 def _tensors(count: int, nbytes: int) -> str:
     return f"{count:,} tensors, {size(nbytes)}"
-
-
-def percent(value: float | None) -> str:
-    """An error as a percentage of three digits; "-" of none."""
-    if value is None:
-        return "-"
-    return "0" if value == 0 else f"{100 * value:.3g} %"
 
 
 def _verified(found: Verification) -> Iterator[str]:

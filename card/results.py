@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import read_json
+from ..checkpoint.hashing import hash_file
 from ..checkpoint.manifest import MANIFEST_NAME, read_manifest
 from .build import Build, read_build
 from .evaluation import Evaluation, read_evaluation
@@ -53,7 +53,7 @@ def read_results(folder: Path) -> Results:
     build = read_build(read_manifest(folder))
     for name in (MANIFEST_NAME, VERIFY_NAME, EVALUATION_NAME):
         check_own(folder, name)
-    digest = hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest()
+    digest = hash_file(folder / MANIFEST_NAME)
     warnings: list[str] = []
     verification = _read(
         folder / VERIFY_NAME,

@@ -6,9 +6,11 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN = re.compile(r"hf_\w{8,}")
 HUB_ID = re.compile(r"(?!.*(?:--|\.\.))(?!.*\.git$)\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
 """`org/name`, by the rules of huggingface_hub's `validate_repo_id`, without importing it."""
@@ -31,6 +33,13 @@ def class_names(error: BaseException) -> list[str]:
 def status_code(error: BaseException) -> int | None:
     """The HTTP status behind an error, None for one without an answer."""
     return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def sentence(error: BaseException, messages: Mapping[str, str]) -> str | None:
+    """The message for an error: by its class and status, by its class alone, then by its bases."""
+    status = status_code(error)
+    keys = (key for cls in class_names(error) for key in (f"{cls} {status}", cls))
+    return next((messages[key] for key in keys if key in messages), None)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -3,7 +3,6 @@
 import glob
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .errors import SourceError
 from .folder import INDEX_NAME
-from .hub import TOKEN, class_names, status_code
+from .hub import COMMIT, SHA256, TOKEN, class_names, sentence, status_code
 from .sidecars import is_sidecar
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 # huggingface_hub is imported where it is used: a local folder must not pay for it.
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 NOT_CACHED = "{id} at {revision} is not complete in the local cache {cache}"
 
@@ -356,15 +353,13 @@ def _explained(name: str, revision: str) -> Iterator[None]:
 def _message(error: Exception, name: str, revision: str) -> str | None:
     from huggingface_hub import constants
 
-    status = status_code(error)
-    keys = [key for cls in class_names(error) for key in (f"{cls} {status}", cls)]
-    message = next((MESSAGES[key] for key in keys if key in MESSAGES), None)
+    message = sentence(error, MESSAGES)
     return message and message.format(
         id=name,
         revision=revision,
         endpoint=constants.ENDPOINT,
         url=f"{constants.ENDPOINT}/{name}",
         cache=constants.HF_HUB_CACHE,
-        status=status,
+        status=status_code(error),
         reason=getattr(error, "strerror", None) or type(error).__name__,
     )

@@ -1,4 +1,4 @@
-"""How sizes and shares are written: the same in tables, verdicts and cards."""
+"""How sizes, shares and foreign names are written: the same in tables, verdicts and cards."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def share(part: float, whole: float) -> str:
     if part in (0, whole):
         return "100 %" if part else "0 %"
     return f"{min(99.999, max(0.001, 100 * part / whole)):.3f} %"
+
+
+def percent(value: float | None) -> str:
+    """An error as a percentage of three digits; "-" of none."""
+    if value is None:
+        return "-"
+    return "0" if value == 0 else f"{100 * value:.3g} %"
+
+
+def escaped(text: str) -> str:
+    """The text as one line, control characters (of a hostile tensor name, say) escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

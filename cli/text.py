@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ..checkpoint.hub import redact
+from ..checkpoint.units import escaped
 
 
 def table(rows: Sequence[Sequence[object]], *, header: bool = True) -> str:
@@ -40,6 +41,4 @@ def warn(message: str) -> None:
 
 def one_line(message: str) -> str:
     """A message as one line, tokens hidden, control characters (of a hostile name, say) escaped."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in redact(message)
-    )
+    return escaped(redact(message))

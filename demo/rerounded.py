@@ -20,10 +20,7 @@ from ..checkpoint.output import write_json
 from ..checkpoint.reader import TensorReader
 from ..repack.config import output_config
 from ..repack.layout import Role, dense_linears, read_layout
-from ..repack.packing import pack
-
-BF16 = ml_dtypes.bfloat16
-GROUP = 32
+from ..repack.packing import BF16, GROUP, pack
 
 
 def reround(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

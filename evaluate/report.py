@@ -9,6 +9,7 @@ from typing import Any
 
 from ..card.files import EVALUATION_NAME
 from ..checkpoint.output import write_file, write_json
+from ..checkpoint.units import escaped
 from ..verify.tables import markdown
 from .outputs import unwritable
 from .plots import write_plots
@@ -73,8 +74,7 @@ def _answers(evaluation: Mapping[str, Any]) -> str:
 
 def plain(text: str) -> str:
     """Text that Markdown shows as it is, in one line; control characters escaped."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return _MARKUP.sub(r"\\\g<0>", line)
+    return _MARKUP.sub(r"\\\g<0>", escaped(text))
 
 
 def _table(cells: Sequence[Row]) -> str:

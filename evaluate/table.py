@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..checkpoint.units import share, size
-from ..verify.verdict import percent
+from ..checkpoint.units import percent, share, size
 
 Row = tuple[str, ...]
 Values = Mapping[str, Any]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ..checkpoint.errors import PushError
-from ..checkpoint.hub import chain, class_names, redact, status_code
+from ..checkpoint.hub import chain, class_names, redact, sentence, status_code
 
 T = TypeVar("T")
 
@@ -115,16 +115,14 @@ def explained(repo: str, branch: str = "main") -> Iterator[None]:
 def _message(error: BaseException, repo: str, branch: str) -> str | None:
     from huggingface_hub import constants
 
-    status = status_code(error)
-    keys = [key for cls in class_names(error) for key in (f"{cls} {status}", cls)]
-    message = next((MESSAGES[key] for key in keys if key in MESSAGES), None)
+    message = sentence(error, MESSAGES)
     said = _short(getattr(error, "server_message", None) or "")
     return message and message.format(
         id=repo,
         branch=branch,
         endpoint=constants.ENDPOINT,
         url=f"{constants.ENDPOINT}/{repo}",
-        status=status,
+        status=status_code(error),
         said=f' ("{said}")' if said else "",
         error=_short(str(error)),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ..checkpoint.units import share
+from ..card.markdown import table
+from ..checkpoint.units import percent, share
 from .findings import Severity
 from .report import DECODE, Report
 from .tally import BETWEEN, Tally
-from .verdict import percent
 
 Row = tuple[str, ...]
 
@@ -121,9 +121,7 @@ def conventions(reports: Sequence[Report]) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Rows as a Markdown table."""
-    escaped = [[cell.strip().replace("|", "\\|") for cell in row] for row in rows]
-    ruler = ["---", *("---:" for _ in rows[0][1:])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (escaped[0], ruler, *escaped[1:]))
+    return table([[cell.strip().replace("|", "\\|") for cell in row] for row in rows])
 
 
 def histogram(tally: Tally) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from ..checkpoint.units import share
+from ..checkpoint.units import percent, share
 from ..repack.packing import GROUP
 from .copied import Copied
 from .fidelity import Fidelity
@@ -184,13 +184,6 @@ def _certified(total: Tally, tensors: Sequence[Fidelity]) -> str:
     if total.uncertified:
         said += f", {total.uncertified:,} groups of the reference on no positive 4-bit grid"
     return said
-
-
-def percent(value: float | None) -> str:
-    """A relative error in percent, two to four digits."""
-    if value is None:
-        return "-"
-    return "0" if value == 0 else f"{100 * value:.3g} %"
 
 
 def claims(total: Tally, manifest: Mapping[str, Any]) -> list[tuple[str, int, int]]:
