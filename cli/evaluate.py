@@ -280,8 +280,8 @@ def _write(
 
     Raises `OutputError`: one could not be written.
     """
-    from ..checkpoint.errors import OutputError
     from ..evaluate.evaluation import write_evaluation, write_evaluations
+    from ..evaluate.outputs import write_all
     from ..evaluate.report import write_report
 
     value = evaluation.to_json()
@@ -292,14 +292,7 @@ def _write(
         jobs.append(partial(write_evaluations, evaluation))
     if report is not None:
         jobs.append(partial(write_report, value, report))
-    failed: list[str] = []
-    for job in jobs:
-        try:
-            job()
-        except OutputError as error:
-            failed.append(str(error))
-    if failed:
-        raise OutputError(" ".join(failed))
+    write_all(jobs)
 
 
 def named_sources(builds: Sequence[str]) -> list[tuple[str, Source]]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..card.files import EVALUATION_FORMAT, EVALUATION_NAME
-from ..checkpoint.errors import OutputError
 from ..checkpoint.output import write_json
 from ..verify.report import Report
 from .machine import Machine
-from .outputs import unwritable
+from .outputs import unwritable, write_all
 from .subjects import Subject
 
 
@@ -112,12 +112,13 @@ class Evaluation:
         }
 
 
-def write_evaluation(value: Mapping[str, Any], path: Path) -> None:
-    """Write the JSON form to a file. Raises `OutputError` where it cannot be written."""
+def write_evaluation(value: Mapping[str, Any], path: Path) -> Path:
+    """Write the JSON form to a file, and return it. Raises `OutputError` where that fails."""
     try:
         write_json(path, value)
     except OSError as error:
         raise unwritable(path, error) from error
+    return path
 
 
 def write_evaluations(evaluation: Evaluation) -> list[Path]:
@@ -125,18 +126,14 @@ def write_evaluations(evaluation: Evaluation) -> list[Path]:
 
     Raises `OutputError`, after the others were written, where one cannot be.
     """
-    paths: list[Path] = []
-    failed: list[str] = []
-    for build in evaluation.builds:
-        path = build.subject.source.folder / EVALUATION_NAME
-        try:
-            write_evaluation(evaluation.to_json(only=build.subject.name), path)
-            paths.append(path)
-        except OutputError as error:
-            failed.append(str(error))
-    if failed:
-        raise OutputError(" ".join(failed))
-    return paths
+    return write_all(
+        partial(
+            write_evaluation,
+            evaluation.to_json(only=build.subject.name),
+            build.subject.source.folder / EVALUATION_NAME,
+        )
+        for build in evaluation.builds
+    )
 
 
 def grid_of(report: Report) -> dict[str, Any]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from ..checkpoint.errors import OutputError
+
+T = TypeVar("T")
 
 
 def check_file(path: Path) -> None:
@@ -32,6 +36,23 @@ def _probe(folder: Path, target: Path) -> None:
             pass
     except OSError as error:
         raise unwritable(target, error) from error
+
+
+def write_all(jobs: Iterable[Callable[[], T]]) -> list[T]:
+    """Run every one of some writers, and return what they gave.
+
+    Raises one `OutputError` at the end where some could not write.
+    """
+    done: list[T] = []
+    failed: list[str] = []
+    for job in jobs:
+        try:
+            done.append(job())
+        except OutputError as error:
+            failed.append(str(error))
+    if failed:
+        raise OutputError(" ".join(failed))
+    return done
 
 
 def unwritable(path: Path, error: OSError) -> OutputError:
