@@ -333,8 +333,8 @@ def test_one_file_that_fails_does_not_cost_the_others(
         (["--batch", "0"], "no list of batch sizes"),
     ],
 )
-def test_wrong_usage(arguments: list[str], said: str) -> None:
-    assert said in invoke("build", "--reference", "reference", *arguments, code=2)
+def test_wrong_usage(arguments: list[str], said: str, tmp_path: Path) -> None:
+    assert said in invoke(tmp_path / "none", "--reference", "reference", *arguments, code=2)
 
 
 def test_a_text_too_short(small: Path, builds: dict[str, Path], tmp_path: Path,
