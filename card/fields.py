@@ -98,7 +98,7 @@ class Fields:
         if not isinstance(value, str):
             raise FieldError(f"{self._name(key)} is no text")
         if form is not None and not form.fullmatch(value):
-            raise FieldError(f"{self._name(key)} is not of the form {form.pattern}")
+            raise FieldError(f"{self._name(key)} is no valid {key}")
         return value
 
     def text_or_none(self, key: str, form: re.Pattern[str] | None = None) -> str | None:

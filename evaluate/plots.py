@@ -22,6 +22,7 @@ def write_plots(evaluation: Values, folder: Path) -> list[Path]:
     """Write the plots of the parts that ran as PNG; returns their paths."""
     if not has_matplotlib():
         return []
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     drawings: dict[str, tuple[str, Callable[[Values, Axes], None]]] = {
@@ -35,8 +36,9 @@ def write_plots(evaluation: Values, folder: Path) -> list[Path]:
         if part not in evaluation["parts"]:
             continue
         figure = Figure(figsize=(8, 4), layout="constrained")
-        draw(evaluation, figure.subplots())
-        figure.savefig(folder / name, dpi=120)
+        with rc_context({"text.parse_math": False}):  # a name may hold two $
+            draw(evaluation, figure.subplots())
+            figure.savefig(folder / name, dpi=120)
         written.append(folder / name)
     return written
 

@@ -24,6 +24,7 @@ def require_matplotlib() -> None:
 def write_plots(report: Report, folder: Path) -> list[Path]:
     """Write NAME-levels.png and NAME-error.png; returns their paths, none without a comparison."""
     require_matplotlib()
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     if not report.tensors:
@@ -33,9 +34,10 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
     written = []
     for kind, draw in (("levels", _draw_levels), ("error", _draw_error)):
         figure = Figure(figsize=(8, 4), layout="constrained")
-        draw(report, figure.subplots())
         path = folder / f"{stem}-{kind}.png"
-        figure.savefig(path, dpi=120)
+        with rc_context({"text.parse_math": False}):  # a name may hold two $
+            draw(report, figure.subplots())
+            figure.savefig(path, dpi=120)
         written.append(path)
     return written
 

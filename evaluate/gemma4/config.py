@@ -118,11 +118,13 @@ def _load(path: Path) -> tuple[Mapping[str, Any], str]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
-        raise ModelError(f"{path}: not found; give a folder that holds a config.json") from e
+        raise ModelError(f"{path}: not found; give a folder that holds a config.json.") from e
     except ValueError as e:
-        raise ModelError(f"{path}: not valid JSON ({e}); download the file again") from e
+        raise ModelError(f"{path}: not valid JSON ({e}); download the file again.") from e
     if not isinstance(raw, dict):
-        raise ModelError(f"{path}: holds a JSON {type(raw).__name__}, expected an object")
+        raise ModelError(
+            f"{path}: holds a JSON {type(raw).__name__} where an object belongs; download it again."
+        )
     return raw, str(path)
 
 
@@ -130,23 +132,23 @@ def _refuse_foreign(raw: Mapping[str, Any], text: Mapping[str, Any], where: str)
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise ModelError(f"{where}: model_type {kind!r} is not one this decoder runs ({known})")
+        raise ModelError(f"{where}: model_type {kind!r} is not one this decoder runs ({known}).")
     refused = {
         "enable_moe_block": "mixture-of-experts layers (Gemma 4 26B-A4B) are not supported yet",
         "attention_bias": "attention biases are not supported",
     }
     for option, reason in refused.items():
         if text.get(option):
-            raise ModelError(f"{where}: {option} is set: {reason}")
+            raise ModelError(f"{where}: {option} is set: {reason}.")
     if text.get("use_bidirectional_attention") == "all":
-        raise ModelError(f"{where}: use_bidirectional_attention 'all' is not a causal decoder")
+        raise ModelError(f"{where}: use_bidirectional_attention 'all' is not a causal decoder.")
     if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise ModelError(f"{where}: hidden_activation {text['hidden_activation']!r} is unknown")
+        raise ModelError(f"{where}: hidden_activation {text['hidden_activation']!r} is unknown.")
 
 
 def _from_text(text: dict[str, Any], where: str) -> Config:
     try:
-        layers = _layers(text)
+        layers = _layers(text, where)
         ropes = {**_ROPE_DEFAULTS, **(text.get("rope_parameters") or {})}
         return Config(
             vocab=text["vocab_size"],
@@ -163,29 +165,39 @@ def _from_text(text: dict[str, Any], where: str) -> Config:
             ple_vocab=text.get("vocab_size_per_layer_input") or 0,
         )
     except KeyError as e:
-        raise ModelError(f"{where}: the text config lacks {e.args[0]!r}") from e
+        raise ModelError(f"{where}: the text config lacks {e.args[0]!r}; download it again.") from e
+    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as e:
+        raise ModelError(
+            f"{where}: the text config has a value that makes no sense ({e}); download it again."
+        ) from e
 
 
-def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
+def _layers(text: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
     count = text["num_hidden_layers"]
     kinds = list(
         text.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
     )
     kinds[-1] = FULL  # as transformers forces it
     unshared = count - text["num_kv_shared_layers"]
-    return tuple(_layer(text, kinds, i, unshared) for i in range(count))
+    return tuple(_layer(text, kinds, i, unshared, where) for i in range(count))
 
 
-def _layer(text: Mapping[str, Any], kinds: list[Any], index: int, unshared: int) -> Layer:
+def _layer(
+    text: Mapping[str, Any], kinds: list[Any], index: int, unshared: int, where: str
+) -> Layer:
     kind, shared = kinds[index], index >= unshared
     if kind not in (SLIDING, FULL):
-        raise ModelError(f"layer {index}: unknown layer type {kind!r}")
+        raise ModelError(f"{where}: layer {index} is of the unknown type {kind!r}.")
     producers = [i for i in range(unshared) if kinds[i] == kind]
     if shared and not producers:
-        raise ModelError(f"layer {index} shares keys and values, but no {kind} layer makes any")
+        raise ModelError(
+            f"{where}: layer {index} shares keys and values, but no {kind} layer makes any."
+        )
     head_dim, kv_heads = _head_sizes(text, kind, index)
     if text["num_attention_heads"] % kv_heads:
-        raise ModelError(f"layer {index}: {kv_heads} K/V heads do not divide the query heads")
+        raise ModelError(
+            f"{where}: layer {index} has {kv_heads} K/V heads, which do not divide the query heads."
+        )
     wide = 2 if shared and text["use_double_wide_mlp"] else 1
     return Layer(
         kind=kind,
@@ -222,7 +234,7 @@ def _rope(parameters: Mapping[str, Any], where: str) -> Rope:
             share=float(parameters.get("partial_rotary_factor", 1.0)),
             factor=float(parameters.get("factor", 1.0)),
         )
-    raise ModelError(f"{where}: rope_type {kind!r} is not one this decoder knows")
+    raise ModelError(f"{where}: rope_type {kind!r} is not one this decoder knows.")
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:

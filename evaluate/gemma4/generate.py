@@ -26,6 +26,7 @@ from .sampling import Sampling, choose
 Array = jax.Array
 SHORTEST = 32  # smallest padded prompt; longer ones are padded to 4x, then 2x steps
 PAD = 0  # what a row emits once it has stopped
+BROKEN = -1  # what it emits when its hidden state is not finite
 
 
 @functools.partial(
@@ -123,7 +124,8 @@ def decode(
     """Up to `limit` (at most `chunk`) more tokens a row in one call; ends when all rows stopped.
 
     Returns the state (the given one's buffers are reused), tokens int32[B, chunk], and how many
-    columns of them are filled. A row that stopped earlier is filled with `PAD`.
+    columns of them are filled. A row that stopped earlier is filled with `PAD`; one whose hidden
+    state is not finite stops with `BROKEN`.
     """
 
     def more(carry: tuple[State, Array, Array]) -> Array:
@@ -156,8 +158,10 @@ def _chosen(
     """The state after choosing the next token from hidden [B, 1, E]."""
     key, use = jax.random.split(key)
     token = choose(model.logits(weights, hidden[:, 0], config=config), use, sampling)
+    # The likeliest of NaN is some token, and nobody would know.
+    token = jnp.where(jnp.isfinite(hidden[:, 0]).all(axis=-1), token, BROKEN)
     token = jnp.where(done, PAD, token)
-    return State(cache, token, at, done | jnp.isin(token, stop), key)
+    return State(cache, token, at, done | jnp.isin(token, stop) | (token == BROKEN), key)
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,8 @@ def stream(
         chunk: tokens a row between two looks at the results.
 
     Raises:
-        ModelError: an empty prompt, or a cache too short for prompt and new tokens.
+        ModelError: an empty prompt, a cache too short for prompt and new tokens, or hidden states
+            that are not finite.
     """
     length = cache_length or default_cache_length(prompts, max_tokens)
     tokens, counts = _batch(prompts, max_tokens, length)
@@ -264,13 +269,13 @@ def _batch(
     """Prompts as int32[B, T] padded on the right, and their counts int32[B]."""
     counts = [len(p) for p in prompts]
     if min(counts, default=0) == 0:
-        raise ModelError("a prompt is empty; a prompt has at least the BOS token")
+        raise ModelError("a prompt is empty; a prompt has at least the BOS token.")
     width = padded_length(max(counts))
     needed = max(max(counts) + max_tokens, width)
     if cache_length < needed:
         raise ModelError(
             f"cache_length {cache_length} is too short: the longest prompt has {max(counts)} "
-            f"tokens (padded to {width}), {max_tokens} more are wanted; it needs {needed}"
+            f"tokens (padded to {width}), {max_tokens} more are wanted; it needs {needed}."
         )
     tokens = np.full((len(prompts), width), PAD, np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -281,6 +286,10 @@ def _batch(
 def _emit(columns: np.ndarray, ended: np.ndarray, stop: Sequence[int], start: float) -> Chunk:
     """A chunk of int32[B, n]: rows cut after their first stop id, empty where `ended` before."""
     seconds = time.perf_counter() - start
+    if (columns == BROKEN).any():
+        raise ModelError(
+            "the model's hidden states are not finite; look at its weights with qatpack verify."
+        )
     rows: list[list[int]] = []
     for row, over in zip(columns.tolist(), ended, strict=True):
         end = next((i + 1 for i, t in enumerate(row) if t in stop), len(row))

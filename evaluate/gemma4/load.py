@@ -69,7 +69,7 @@ def load(
             is not on the 4-bit grid.
     """
     if head == "int4" and mesh is not None:
-        raise ModelError("a head in 4 bits is for one device: leave out the mesh, or the option")
+        raise ModelError("a head in 4 bits is for one device: leave out the mesh, or the option.")
     checkpoint = Checkpoint.open(Path(folder))
     config = read_config(checkpoint.config or Path(folder))
     prefix = text_prefix(checkpoint.tensors)

@@ -260,10 +260,10 @@ def test_a_real_licence_link_is_one(folder):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("source", {"id": "a/b](x", "commit": None, "files": []}, "source.id is not of the form"),
-        ("source", {"id": "../..", "commit": None, "files": []}, "source.id is not of the form"),
-        ("source", {"id": None, "commit": "main", "files": []}, "source.commit is not of the form"),
-        ("tool", {"version": "1 | 2"}, "tool.version is not of the form"),
+        ("source", {"id": "a/b](x", "commit": None, "files": []}, "source.id is no valid id"),
+        ("source", {"id": "../..", "commit": None, "files": []}, "source.id is no valid id"),
+        ("source", {"id": None, "commit": "main", "files": []}, "source.commit is no valid commit"),
+        ("tool", {"version": "1 | 2"}, "tool.version is no valid version"),
         ("totals", {**TOTALS, "values": 1, "identical": 2}, r"totals.identical is 2 of 1"),
         ("totals", {**TOTALS, "groups": 2, "zero": 1, "certified": 2}, r"totals.certified is 2 of"),
         ("totals", {}, "totals.source_bytes is missing"),

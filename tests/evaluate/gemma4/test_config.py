@@ -73,7 +73,11 @@ def test_a_mixture_of_experts_is_refused_by_name() -> None:
         ({"num_kv_shared_layers": 35}, "no sliding_attention layer makes any"),
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "rope_type 'yarn'"),
-        ({"layer_types": ["linear_attention"] * 35}, "unknown layer type"),
+        ({"layer_types": ["linear_attention"] * 35}, "unknown type"),
+        ({"num_hidden_layers": "35"}, "makes no sense"),
+        ({"layer_types": [FULL]}, "makes no sense"),
+        ({"rope_parameters": {FULL: 3}}, "makes no sense"),
+        ({"per_layer_config": [1]}, "makes no sense"),
     ],
 )
 def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
@@ -88,7 +92,7 @@ def test_a_config_that_is_missing_broken_or_incomplete(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not valid JSON"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="expected an object"):
+    with pytest.raises(ModelError, match="where an object belongs"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="lacks 'hidden_size'"):
         read_config({"model_type": "gemma4_text", "num_hidden_layers": 0} | {

@@ -140,6 +140,18 @@ def test_the_loop_keeps_no_copy_of_the_weights() -> None:
     assert program.memory_analysis().temp_size_in_bytes < 0.5 * weights
 
 
+@pytest.mark.parametrize("prompt", [[7, 250, 9], [7, 8, 9]])
+def test_states_that_are_not_finite_are_no_text(e2b: Reference, prompt: list[int]) -> None:
+    """The first prompt breaks at once; the second when the loop runs the token it chose, whose
+    logit is NaN and thus the likeliest."""
+    table = e2b.weights["embed_tokens"].at[250].set(jnp.nan)
+    weights = e2b.weights | {"embed_tokens": table}
+    with pytest.raises(ModelError, match=r"not finite; look at its weights with qatpack verify\."):
+        generate.generate(
+            weights, [PROMPTS[0], prompt], config=e2b.config, stop=NEVER, max_tokens=NEW
+        )
+
+
 def test_padded_lengths_are_few() -> None:
     lengths = {generate.padded_length(n) for n in range(1, 4097)}
     assert lengths == {32, 128, 512, 1024, 2048, 4096}
