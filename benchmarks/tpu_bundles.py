@@ -60,7 +60,7 @@ def count_cycles(text: str) -> int:
         if not bundle:
             continue
         depth = bundle["loops"].count(">")
-        close(depth - 1 if bundle["label"] == "LB" else depth)
+        close(max(0, depth - 1) if bundle["label"] == "LB" else depth)
         while len(nest) - 1 < depth:
             nest.append(_Loop())
         loop = nest[-1]

@@ -144,6 +144,13 @@ class Module:
         return whole
 
 
+def is_free(op: Op) -> bool:
+    """Whether an op has no program of its own: it joins prefetched pieces, or is one operation on
+    a scalar in scalar memory, S(6)."""
+    scalar = "S(6)" in op.shape and not op.shape.startswith("(") and op.kind != "fusion"
+    return scalar or 'custom_call_target="ConcatBitcast"' in op.attributes
+
+
 def parse(text: str) -> Module:
     """Read `compiled.as_text()`."""
     computations: dict[str, Computation] = {}

@@ -91,7 +91,7 @@ class Player:
         total, copies = Schedule(), _Copies()
         computation = self.module.computations[name]
         for op in computation.values():
-            if op.kind in _FREE:
+            if op.kind in _FREE or tpu_hlo.is_free(op):
                 continue
             if op.kind.startswith(_COLLECTIVES):
                 total.collectives += not op.kind.endswith("-done")

@@ -20,6 +20,7 @@ from jax import lax
 from ...checkpoint.errors import ModelError
 from . import cache as kv_cache
 from . import model
+from .attention import Keys
 from .config import Config
 from .sampling import Sampling, choose
 
@@ -85,16 +86,23 @@ def step(
     weights: model.Weights, cache: kv_cache.Cache, token: Array, at: Array, *, config: Config
 ) -> tuple[Array, kv_cache.Cache]:
     """Run one token a row, `token` int32[B] at position `at` int32[B]: hidden [B, 1, E], cache."""
-    kept = list(cache)
+    new: dict[int, tuple[Array, Array]] = {}
 
-    def remember(index: int, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        own = kept[index]
+    def remember(index: int, k: Array, v: Array) -> Sequence[Keys]:
+        new[index] = (k, v)
+        own = cache[index]
         assert own is not None  # the layers that remember are those with a cache
-        layer = kept[index] = kv_cache.write(own, k, v, at)
-        return layer["k"], layer["v"], kv_cache.held(at, layer["k"].shape[2])
+        held = kv_cache.held(at - 1, own["k"].shape[2])
+        return Keys(own["k"], own["v"], held), Keys(k, v, at[:, None])
 
     hidden = model.run_layers(weights, token[:, None], at[:, None], remember, config=config)
-    return hidden, tuple(kept)
+    # All is read before anything is written. A cache written first a TPU brings into its on-chip
+    # memory, changes there, and carries back whole.
+    hidden, new = lax.optimization_barrier((hidden, new))
+    return hidden, tuple(
+        None if own is None else kv_cache.write(own, *new[index], at)
+        for index, own in enumerate(cache)
+    )
 
 
 # XLA would move what is done to weights alone, a cast or a decoding, out of the loop: a second

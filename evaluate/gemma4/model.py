@@ -15,21 +15,21 @@ tuple of dicts), `lm_head` where the head is not tied, and for models with per-l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .attention import attend
+from .attention import Keys, attend
 from .config import SLIDING, Config, Layer, Rope
 from .linear import product, rows
 
 Array = jax.Array
 Weights = dict[str, Any]
-# Keeps or recalls one layer's keys and values: (layer index, k, v) -> k, v, key positions.
-Remember = Callable[[int, Array, Array], tuple[Array, Array, Array]]
+# Takes one layer's new keys and values, (layer index, k, v), and returns all that it attends to.
+Remember = Callable[[int, Array, Array], Sequence[Keys]]
 
 
 def forward(
@@ -56,9 +56,9 @@ def forward(
     """
     kv: list[tuple[Array, Array] | None] = [None] * len(config.layers)
 
-    def remember(index: int, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    def remember(index: int, k: Array, v: Array) -> Sequence[Keys]:
         kv[index] = (k, v)
-        return k, v, positions
+        return [Keys(k, v, positions)]
 
     hidden = run_layers(weights, tokens, positions, remember, config=config, at=at)
     return hidden, tuple(kv)
@@ -76,7 +76,7 @@ def run_layers(
     """Hidden states [B, T, E] after the final norm; `remember` decides where keys are kept."""
     h = embed(weights, tokens, config)  # [B, T, E]
     ple = per_layer_inputs(weights, tokens, h, config)  # [B, T, L, P] or None
-    keys: dict[int, tuple[Array, Array, Array]] = {}
+    keys: dict[int, Sequence[Keys]] = {}
     for index, layer in enumerate(config.layers):
         if at is not None and index == config.first_shared:
             h, ple, positions = (_pick(x, at) for x in (h, ple, positions))
@@ -123,7 +123,7 @@ def run_layer(
     ple: Array | None,
     w: Weights,
     positions: Array,
-    keys: tuple[Array, Array, Array],
+    keys: Sequence[Keys],
     layer: Layer,
     config: Config,
 ) -> Array:
@@ -153,16 +153,15 @@ def attention(
     x: Array,
     w: Weights,
     positions: Array,
-    keys: tuple[Array, Array, Array],
+    keys: Sequence[Keys],
     layer: Layer,
     config: Config,
 ) -> Array:
     """Causal grouped-query attention, scores not scaled (queries are normed): [B, T, E]."""
     q = _heads(product(x, w["q_proj"]), config.heads)  # [B, N, T, D]
     q = rotate(rms_norm(q, w["q_norm"], config.eps), positions, config.rope(layer.kind))
-    k, v, key_positions = keys
     window = config.window if layer.kind == SLIDING else None
-    out = attend(q, k, v, positions, key_positions, window)  # [B, N, T, D]
+    out = attend(q, positions, keys, window)  # [B, N, T, D]
     out = out.swapaxes(1, 2).reshape(*x.shape[:2], -1)  # [B, T, N*D]
     return product(out, w["o_proj"])
 

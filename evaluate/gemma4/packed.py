@@ -87,8 +87,9 @@ def times_levels(x: Array, w: Levels) -> Array:
     """
     tiles, tile, _ = w.levels.shape
     groups = w.scale.shape[1]
-    # Without the barrier a TPU cuts the norm's weights into tiles too, and waits for HBM for each.
-    x = lax.optimization_barrier(x)
+    # Without the barrier a TPU cuts the norm's weights into tiles too, and waits for HBM for each;
+    # and it makes float32 scales long before it needs them, for which the on-chip memory is small.
+    x, scale = lax.optimization_barrier((x, w.scale))
     x = x.reshape(-1, tiles, tile).swapaxes(0, 1)[:, None]  # [tiles, 1, R, tile]
     # Masked, not reshaped to the groups: 32 inputs would fill a quarter of a vector register.
     own = jnp.arange(tile) // (tile // groups) == jnp.arange(groups)[:, None]
@@ -98,7 +99,7 @@ def times_levels(x: Array, w: Levels) -> Array:
         "tgrk,tkn->tgrn", apart, w.levels.astype(x.dtype), preferred_element_type=jnp.float32,
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
     )  # fmt: skip
-    return jnp.sum(sums * w.scale.astype(jnp.float32)[:, :, None], axis=(0, 1))
+    return jnp.sum(sums * scale.astype(jnp.float32)[:, :, None], axis=(0, 1))
 
 
 def scaled_levels(w: Levels, dtype: jnp.dtype) -> Array:

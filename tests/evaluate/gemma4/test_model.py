@@ -113,7 +113,7 @@ MUTANTS = {
         "np.float32(head_dim)", "np.float32(head_dim * rope.share)",
     ),
     "same rope everywhere": (
-        "positions, config.rope(layer.kind))\n    k, v", "positions, config.rope_full)\n    k, v",
+        "positions, config.rope(layer.kind))\n    win", "positions, config.rope_full)\n    win",
     ),
     "norm by 1 + weight": ("normed * weight", "normed * (1 + weight)"),
     "values not normed": ("return k, rms_norm(v, None, config.eps)", "return k, v"),
