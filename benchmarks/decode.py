@@ -29,8 +29,8 @@ import jax.numpy as jnp
 
 from qatpack.evaluate.devices import use_compile_cache
 from qatpack.evaluate.gemma4 import generate
-from qatpack.evaluate.gemma4.cache import slots
 from qatpack.evaluate.gemma4.load import Model, load
+from qatpack.evaluate.speed import step_bytes
 
 PATHS = ("bf16", "exact", "fast")
 BATCHES = (1, 4, 8)
@@ -45,24 +45,6 @@ class Timed:
     prefill: float
     step: float
     cores: float
-
-
-def tables(model: Model) -> int:
-    """Bytes of which a step reads a few rows only."""
-    names = ["embed_tokens_per_layer"] + ([] if model.config.tied else ["embed_tokens"])
-    leaves = jax.tree.leaves([model.weights[n] for n in names if n in model.weights])
-    return sum(x.nbytes for x in leaves)
-
-
-def cache_bytes(model: Model, batch: int, length: int) -> int:
-    """Bytes of all keys and values; a step reads them whole."""
-    config = model.config
-    width = model.weights["norm"].dtype.itemsize
-    return sum(
-        2 * batch * layer.kv_heads * layer.head_dim * slots(layer, length, config) * width
-        for index, layer in enumerate(config.layers)
-        if config.owns_kv(index)
-    )
 
 
 def run(model: Model, batch: int, args: argparse.Namespace) -> Timed:
@@ -123,7 +105,7 @@ def row(
     """One row of the table, seconds and bytes."""
     step = statistics.median(t.step for t in times)
     cores = statistics.median(t.cores for t in times)
-    nbytes = model.nbytes - tables(model) + cache_bytes(model, batch, length)
+    nbytes = step_bytes(model, batch, length)
     share = nbytes / step / bandwidth
     return {
         "path": path, "batch": batch, "step_seconds": step, "tokens_per_second": batch / step,
