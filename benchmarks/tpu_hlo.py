@@ -15,6 +15,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-<>]+) \(.*\{\s*$")
 _OP = re.compile(r"^\s*(ROOT )?%?([\w.\-<>]+) = ")
 _NAME = re.compile(r"%([\w.\-<>]+)")
+_GIVEN = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call")
 _SLICES = ("slice", "dynamic-slice", "gather")  # read no more of an operand than they return
 
 
@@ -90,6 +91,18 @@ class Module:
             if name in computation
         )
         return read + self._written(op, computation)
+
+    def largest_in_hbm(self, name: str) -> float:
+        """Bytes of the largest result that an op of a computation, or of one that it calls, leaves
+        in HBM; what it is given, and what it changes in place, is none."""
+        sizes = [0.0]
+        for op in self.computations[name].values():
+            inner = op.called("body") or op.called("to_apply")
+            if op.kind in ("while", "call") and inner:
+                sizes.append(self.largest_in_hbm(inner))
+            elif op.kind not in _GIVEN and not op.kind.endswith(("-start", "-update")):
+                sizes.append(self._written(op, self.computations[name]))
+        return max(sizes)
 
     def _read(self, op: Op, index: int, whole: float) -> float:
         if not whole:

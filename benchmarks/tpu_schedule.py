@@ -201,6 +201,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         "bundles_ms": 1e3 * schedule.issue,
         "hbm_ms": 1e3 * schedule.nbytes / BANDWIDTH,
         "hbm_gb": schedule.nbytes / 1e9,
+        "largest_result_mb": module.largest_in_hbm(module.entry) / 1e6,
         "prefetched_gb": schedule.prefetched / 1e9,
         "stalled_ms": 1e3 * schedule.stalled,
         "ops": sum(x.count for x in lines),

@@ -22,6 +22,7 @@ PROGRAM = """
    0x4   : > { b ;; %p2 = scmp.ge.s32.totalorder %s2, 6 /* loop exit test */ }
    0x5 LB: > { d ;; %p2 = scmp.ge.s32.totalorder %s2, 3 /* loop exit test */ }
    0x6   :  { e }
+   0x7 LB:  { f }
 """
 
 HLO = """
@@ -51,7 +52,7 @@ ENTRY %main (w: bf16[8,128], i: s32[]) -> bf16[1,128] {
 
 def test_bundles_count_as_often_as_their_loops_run() -> None:
     # Two loops inside the program: (6 - 1 pipeline stage) * (2 + 4 * 2), and 3.
-    assert tpu_bundles.count_cycles(PROGRAM) == 2 + 5 * (2 + 4 * 2) + 3
+    assert tpu_bundles.count_cycles(PROGRAM) == 3 + 5 * (2 + 4 * 2) + 3
 
 
 def test_bytes_of_slices_and_of_whole_operands() -> None:
@@ -60,6 +61,22 @@ def test_bytes_of_slices_and_of_whole_operands() -> None:
     assert module.hbm_bytes(entry["row"], entry) == 2 * 128  # one row, kept on the chip
     assert module.hbm_bytes(entry["all"], entry) == 2 * 1024 + 4 * 1024
     assert module.trips(entry["loop"]) == 7
+    assert module.largest_in_hbm(module.entry) == 4 * 1024  # `all`; `row` stays on the chip
+
+
+@pytest.mark.parametrize(
+    ("line", "free"),
+    [
+        ("%a = f32[]{:T(128)S(6)} rsqrt(%b)", True),
+        ("%a = f32[8,128]{1,0:T(8,128)S(1)} rsqrt(%b)", False),
+        ("%a = (s32[]{:T(128)S(6)}, f32[8]{0:T(128)}) while(%b), body=%c", False),
+        ('%a = s4[6,256]{1,0} custom-call(%b), custom_call_target="ConcatBitcast"', True),
+        ('%a = s4[6,256]{1,0} custom-call(%b), custom_call_target="TopK"', False),
+    ],
+)
+def test_what_has_no_program_of_its_own(line: str, free: bool) -> None:
+    module = tpu_hlo.parse(f"ENTRY %main (b: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
+    assert tpu_hlo.is_free(module.computations["main"]["a"]) == free
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
