@@ -38,7 +38,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         result[name]["fits"] = result[name]["total_bytes"] < tpu_target.HBM_BYTES
         if args.hlo:
             Path(args.hlo).write_text(program.as_text())
-    floor = tpu_target.step_bytes(weights, state)
+    floor = tpu_target.step_bytes(weights, state, config)
     result["step_bytes_a_chip"] = floor
     result["step_floor_ms"] = 1e3 * floor / tpu_target.BANDWIDTH
     return result

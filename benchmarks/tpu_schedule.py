@@ -224,7 +224,7 @@ def _traced(args: argparse.Namespace) -> tuple[Any, float]:
     weights = tpu_target.weights_of(config, args.build, args.scale_dtype, mesh, head=args.head)
     state = tpu_target.state_of(config, args.batch, args.context, mesh)
     traced = tpu_target.traced(args.only, weights, state, config, mesh, args.prompt)
-    return traced, tpu_target.step_bytes(weights, state)
+    return traced, tpu_target.step_bytes(weights, state, config)
 
 
 CASES: list[dict[str, Any]] = [

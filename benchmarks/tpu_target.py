@@ -41,7 +41,7 @@ from qatpack.evaluate.gemma4.sharding import (
     levels_sharding,
     weight_sharding,
 )
-from qatpack.evaluate.gemma4.weights import assemble, is_inner_norm
+from qatpack.evaluate.gemma4.weights import assemble, is_inner_norm, looked_up
 from qatpack.repack.packing import GROUP
 
 HBM_BYTES = 16.9e9  # what XLA gives a program on one v5e
@@ -86,7 +86,11 @@ def weights_of(
         linear = name.endswith("_proj.weight") or "per_layer_" in name
         linear &= len(shape) == 2 and not name.startswith("embed")
         if name == head_name and head == "int4":
-            return levels(name, *shape, jnp.float32)
+            held = levels(name, *shape, jnp.float32)
+            narrow = jax.ShapeDtypeStruct(
+                held.scale.shape, jnp.float16, sharding=held.scale.sharding
+            )
+            return Levels(held.levels, narrow, held.scale)
         if linear and build == "w4a16":
             return levels(name, *shape, scale_dtype)
         if linear and build == "words":
@@ -175,10 +179,10 @@ def memory(program: Any) -> dict[str, float]:
     }
 
 
-def step_bytes(weights: dict[str, Any], state: generate.State) -> float:
+def step_bytes(weights: dict[str, Any], state: generate.State, config: Config) -> float:
     """Bytes one chip reads a step: all weights but tables that are only looked up, and caches."""
-    read = {k: v for k, v in weights.items() if k != "embed_tokens_per_layer"}
-    return sum(_bytes(x) for x in jax.tree.leaves((read, state.cache)))
+    whole = sum(map(_bytes, jax.tree.leaves((weights, state.cache))))
+    return whole - sum(map(_bytes, jax.tree.leaves(looked_up(weights, config))))
 
 
 def _bytes(x: Any) -> float:

@@ -14,10 +14,8 @@ from ..checkpoint.progress import Progress
 from .gemma4.cache import slots
 from .gemma4.generate import Chunk, default_cache_length, stream, warm_up
 from .gemma4.load import Model, weight_bytes
+from .gemma4.weights import looked_up
 from .machine import Machine
-
-# Read by rows, a few kB a token.
-LOOKUPS = ("embed_tokens_per_layer",)
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,8 @@ def step_bytes(loaded: Model, batch: int, cache_length: int) -> int:
     """Bytes that one decode step has to read: every weight but the tables it looks rows up in,
     and the cache of every layer, once for each layer that reads it."""
     config = loaded.config
-    tables = LOOKUPS if config.tied else (*LOOKUPS, "embed_tokens")
-    looked_up = [loaded.weights[name] for name in tables if name in loaded.weights]
-    weights = loaded.nbytes - sum(weight_bytes(x) for x in jax.tree.leaves(looked_up))
+    rare = jax.tree.leaves(looked_up(loaded.weights, config))
+    weights = loaded.nbytes - sum(map(weight_bytes, rare))
     width = loaded.weights["norm"].dtype.itemsize
     cache = sum(
         2 * layer.kv_heads * layer.head_dim * slots(layer, cache_length, config)

@@ -20,7 +20,7 @@ from .config import Config, read_config, tensor_shapes
 from .head import recover_table
 from .linear import Path as Decode
 from .linear import prepare
-from .packed import PER_WORD, Words
+from .packed import PER_WORD, Levels, Words, narrowed
 from .packed import decode as decode_words
 from .sharding import cut_axis, weight_sharding
 from .weights import assemble, is_inner_norm
@@ -135,6 +135,11 @@ class _Source:
         )
         return jax.block_until_ready(laid)  # before the next is read: its words leave the memory
 
+    def prepared_head(self, name: str, packed: Words) -> Any:
+        """The same for a head in 4 bits: a step reads all scales, a lookup those of its rows."""
+        laid = self.prepared(name, packed)
+        return narrowed(laid) if isinstance(laid, Levels) else laid
+
     def put(self, name: str, array: np.ndarray) -> jax.Array:
         """One array on the device, or cut over the mesh, and off the host before the next."""
         where = self.mesh and weight_sharding(self.mesh, name, array.shape, self.config)
@@ -146,12 +151,14 @@ def _leaf(source: _Source, shapes: dict[str, tuple[int, ...]], name: str) -> Any
     in_4_bits = source.head == "int4" and name == source.head_name
     if source.has(f"{module}.weight_packed"):
         packed = _packed(source, module, shapes[name])
-        return packed if name in TABLES and not in_4_bits else source.prepared(name, packed)
+        if in_4_bits:
+            return source.prepared_head(name, packed)
+        return packed if name in TABLES else source.prepared(name, packed)
     if in_4_bits:
         info = source.checkpoint[source.full(name)]
         _check_shape(source, name, info.shape, shapes[name])
         words, steps = recover_table(source.reader, info, source.progress)
-        return source.prepared(name, Words(source.put(name, words), source.put(name, steps)))
+        return source.prepared_head(name, Words(source.put(name, words), source.put(name, steps)))
     array = source.read(name)
     _check_shape(source, name, array.shape, shapes[name])
     array = array if source.dtype is None else array.astype(source.dtype)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from .config import Config, tensor_shapes
+from .packed import Levels
 
 
 def assemble(config: Config, leaf: Callable[[str], Any]) -> dict[str, Any]:
@@ -29,3 +32,11 @@ def is_inner_norm(name: str) -> bool:
     costs little but the wait for HBM before it.
     """
     return name.endswith("norm.weight") and name != "norm.weight"
+
+
+def looked_up(weights: dict[str, Any], config: Config) -> list[Any]:
+    """Tables, and scales kept for lookups, of which a step reads a few rows only."""
+    tables = ["embed_tokens_per_layer"] + ([] if config.tied else ["embed_tokens"])
+    forms = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Levels))
+    exact = [x.exact for x in forms if isinstance(x, Levels) and x.exact is not None]
+    return [weights[name] for name in tables if name in weights] + exact

@@ -37,6 +37,9 @@ def test_looked_up_rows_are_the_stored_ones_bit_for_bit(
         loaded = load(DEMO, decode=decode, head="int4", progress=read.append)  # pyright: ignore
     table = loaded.weights["embed_tokens"]
     assert isinstance(table, form)
+    if isinstance(table, Levels):
+        assert table.exact is not None
+        assert (table.scale.dtype, table.exact.dtype) == (jnp.float16, jnp.float32)
     stored = load_file(DEMO / "model.safetensors")[NAME]
     found = np.asarray(rows(table, jnp.arange(len(stored)).reshape(2, -1), jnp.bfloat16))
     np.testing.assert_array_equal(

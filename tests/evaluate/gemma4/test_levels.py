@@ -12,9 +12,9 @@ import pytest
 
 from qatpack.checkpoint.source import resolve_source
 from qatpack.evaluate.gemma4 import generate, model
-from qatpack.evaluate.gemma4.linear import BLOCK_ROWS, prepare, product
+from qatpack.evaluate.gemma4.linear import BLOCK_ROWS, prepare, product, rows
 from qatpack.evaluate.gemma4.load import Model, load
-from qatpack.evaluate.gemma4.packed import Levels, Words, to_levels
+from qatpack.evaluate.gemma4.packed import Levels, Words, decode, narrowed, to_levels
 from qatpack.repack import packing
 from qatpack.repack.job import repack
 from qatpack.repack.plan import Options
@@ -43,6 +43,27 @@ def test_products_are_the_float64_ones(width: int, scale_dtype: np.dtype) -> Non
         tolerance = 3e-6 if count <= BLOCK_ROWS else 4e-3
         found = np.asarray(run(x, laid, dtype=jnp.float32))
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("smallest", "dtype"), [(2.0**-13, jnp.float16), (0.0, jnp.float16), (1e-6, jnp.float32)]
+)
+def test_a_product_takes_narrow_scales_where_float16_holds_them(
+    smallest: float, dtype: jnp.dtype
+) -> None:
+    rng = np.random.default_rng(3)
+    levels = rng.integers(-8, 8, (8, 256), np.int8)
+    scale = np.exp(rng.uniform(-7, -4, (8, 8))).astype(np.float32)
+    scale[0, 0] = smallest
+    words = jnp.asarray(packing.pack(levels).view(np.uint32))
+    laid = narrowed(to_levels(Words(words, jnp.asarray(scale))))
+    assert laid.scale.dtype == dtype
+    x = jnp.asarray(rng.standard_normal((2, 256))).astype(jnp.bfloat16)
+    expected = np.asarray(x, np.float64) @ (levels * np.repeat(scale, 32, axis=1)).T
+    found = np.asarray(run(x, laid, dtype=jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-11 * np.abs(expected).max())
+    kept = decode(Words(words, jnp.asarray(scale)))
+    assert (np.asarray(rows(laid, jnp.arange(8), jnp.bfloat16)) == np.asarray(kept)).all()
 
 
 @pytest.fixture(scope="module")
