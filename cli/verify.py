@@ -216,7 +216,8 @@ def _print_reports(reports: Sequence[Report]) -> None:
         click.echo(_wrapped(f"{report.name}: {report.judgement.text}."))
     click.echo()
     for report in reports:
-        for line in (*_findings(report), *_provenance(report)):
+        loaded = (f"{report.name}: {said}." for said in report.loaded)
+        for line in (*_findings(report), *loaded, *_provenance(report)):
             click.echo(_wrapped(line))
 
 

@@ -36,8 +36,8 @@ from .kernel import (
 )
 from .tally import BETWEEN, Tally
 
-BLOCK_VALUES = 1 << 20
-"""Values in a block, the only compiled shape of a group size: 2 MiB of reference."""
+BLOCK_VALUES = 1 << 22
+"""Values in a block, the only compiled shape of a group size: 8 MiB of reference."""
 
 RECOVERED = 4096
 """Groups of the compiled shape in which grids are recovered."""

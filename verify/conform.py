@@ -73,8 +73,8 @@ def conform(
             checks.append(f"targets minus ignore on the modules of {modules.origin}, both ways")
             findings += decode_findings(build, config, progress)
             rows = sum(t.rows for t in build.packed.values())
-            checks.append(f"{len(build.packed)} packed tensors decoded by compressed-tensors "
-                          f"{_version()}, all {rows:,} rows")  # fmt: skip
+            checks.append(f"{len(build.packed)} packed tensors, all {rows:,} rows, given to the "
+                          f"decompressor of compressed-tensors {_version()}")  # fmt: skip
         if modules.fault is not None:
             findings.append(_unbuilt(build, modules.fault))
         else:

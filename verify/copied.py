@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,13 @@ import numpy as np
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import TensorInfo
 from ..checkpoint.progress import Progress
-from ..checkpoint.reader import TensorReader, aligned_empty
+from ..checkpoint.reader import TensorReader
 from ..repack.layout import Layout, Role, is_packed, ties_head
 from .build import Build
 from .findings import Finding, error, listed, warning
 from .pairs import reference_name
 
-BLOCK = 1 << 19
-THREADS = 2
+BLOCK = 1 << 20
 _TEXT = (Role.TEXT, Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.ROUTER, Role.LINEAR)
 
 
@@ -94,9 +92,8 @@ def compare_copied(
     }
     theirs = {n: t for n, t in reference.checkpoint.tensors.items() if n not in used}
     common = [n for n in theirs if n in ours]
-    same = dict(
-        zip(common, _compare([(ours[n], theirs[n]) for n in common], ends, progress), strict=True)
-    )
+    with TensorReader() as reader:
+        same = {n: _same(ours[n], theirs[n], reader, ends, progress) for n in common}
     dropped = _dropped(build, reference, [n for n in theirs if n not in ours])
     text = [n for n in common if reference.roles[n] in _TEXT]
     identical = tuple(n for n in common if same[n])
@@ -118,40 +115,25 @@ def copied_bytes(reference: Layout, used: set[str], *, ends: bool) -> int:
     return sum(min(n, 2 * BLOCK) if ends else n for n in sizes)
 
 
-def _compare(
-    pairs: list[tuple[TensorInfo, TensorInfo]], ends: bool, progress: Progress
-) -> list[bool]:
-    """Whether the two of each pair hold the same bytes, on two threads."""
-    with TensorReader() as reader, ThreadPoolExecutor(THREADS) as pool:
-        try:
-            return list(pool.map(lambda p: _same(p[0], p[1], reader, ends, progress), pairs))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
 def _same(
     ours: TensorInfo, theirs: TensorInfo, reader: TensorReader, ends: bool, progress: Progress
 ) -> bool:
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return False
-    left, right = (aligned_empty(min(BLOCK, theirs.nbytes)) for _ in range(2))
+    # Two bytearrays compare by memcmp, three times as fast as two numpy arrays.
+    left, right = (bytearray(min(BLOCK, theirs.nbytes)) for _ in range(2))
     starts = range(0, theirs.nbytes, BLOCK)
     if ends and len(starts) > 2:
         starts = (0, theirs.nbytes - BLOCK)
     for start in starts:
         count = min(BLOCK, theirs.nbytes - start)
-        reader.read_into(ours, start, left[:count])
-        reader.read_into(theirs, start, right[:count])
-        if not np.array_equal(_wide(left[:count]), _wide(right[:count])):
+        del left[count:], right[count:]
+        reader.read_into(ours, start, np.frombuffer(left, np.uint8))
+        reader.read_into(theirs, start, np.frombuffer(right, np.uint8))
+        if left != right:
             return False
         progress(count)
     return True
-
-
-def _wide(data: np.ndarray) -> np.ndarray:
-    """The same bytes as words of 8, where they come in whole ones."""
-    return data.view(np.uint64) if data.nbytes % 8 == 0 else data
 
 
 def _dropped(build: Build, reference: Layout, absent: list[str]) -> dict[str, str]:

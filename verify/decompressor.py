@@ -6,6 +6,7 @@ The decompressor runs on blocks of rows of about its best size, so that memory s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 BLOCK_VALUES = 1 << 18
 """Values that are decoded at once: beyond it torch falls out of the cache."""
 
+THREADS = 2
+"""Tensors decoded at once."""
+
 
 def decoded_bytes(build: Build) -> int:
     """Bytes of bf16 that `decode_findings` decodes, for a progress bar."""
@@ -43,15 +47,11 @@ def decode_findings(
     name = f"compressed-tensors {version('compressed-tensors')}"
     differ: list[str] = []
     refused: dict[str, str] = {}
-    with TensorReader() as reader:
-        for tensor in build.packed.values():
-            try:
-                same = _decodes_alike(tensor, reader, _scheme_of(tensor, schemes), progress)
-            except Exception as fault:  # whatever its checks raise
-                refused[tensor.module] = " ".join(str(fault).split())[:160]
-                continue
-            if not same:
-                differ.append(tensor.module)
+    for tensor, said in _decode_all(list(build.packed.values()), schemes, progress):
+        if isinstance(said, str):
+            refused[tensor.module] = said
+        elif not said:
+            differ.append(tensor.module)
     if refused:
         first = min(refused)
         what = f"{name} cannot decode {len(refused)} modules, {first}: {refused[first]}"
@@ -59,6 +59,30 @@ def decode_findings(
     if differ:
         what = f"{name} decodes {len(differ)} modules to other values"
         yield error("decode", listed(differ), what, "report this: one of the two is wrong")
+
+
+def _decode_all(
+    tensors: Sequence[PackedTensor], schemes: Sequence[Any], progress: Progress
+) -> Iterator[tuple[PackedTensor, bool | str]]:
+    """Each tensor with whether it decodes alike, or with what the decompressor says against it."""
+    import torch
+
+    def work(tensor: PackedTensor) -> bool | str:
+        with TensorReader() as reader:
+            try:
+                return _decodes_alike(tensor, reader, _scheme_of(tensor, schemes), progress)
+            except Exception as fault:  # whatever its checks raise
+                return " ".join(str(fault).split())[:160]
+
+    # Blocks this small gain nothing from being split over threads of torch.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(THREADS, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield from zip(tensors, pool.map(work, tensors), strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def _schemes(config: QuantizationConfig) -> list[Any]:

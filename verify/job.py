@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from threading import Event
 from typing import Any
 
 from ..checkpoint.errors import CheckpointError, QatpackError
@@ -15,6 +17,7 @@ from ..checkpoint.source import Source
 from ..repack.layout import Layout, read_layout, refuse_packed
 from .build import Build, open_build
 from .copied import (
+    Copied,
     compare_copied,
     copied_bytes,
     copied_findings,
@@ -22,7 +25,7 @@ from .copied import (
     read_head,
 )
 from .decompressor import decoded_bytes
-from .fidelity import compare_pairs, sampled_bytes
+from .fidelity import Fidelity, compare_pairs, sampled_bytes
 from .findings import Finding, Severity, error, warning
 from .pairs import Pair, make_pairs, reference_modules, reference_name
 from .provenance import derived_bytes, rederive
@@ -183,12 +186,8 @@ def _compared(
     report: Report, build: Build, reference: Reference, options: Options, progress: Progress
 ) -> Report:
     pairs, findings = select(build, reference.layout, options)
-    tensors = compare_pairs(pairs, sample=options.sample, progress=progress)
-    copied = None
-    if options.pattern is None:
-        used = sources(build, reference.layout)
-        ends = options.sample is not None
-        copied = compare_copied(build, reference.layout, used, ends=ends, progress=progress)
+    tensors, copied = _compare_all(pairs, build, reference.layout, options, progress)
+    if copied is not None:
         findings += copied_findings(copied, build)
         findings += settings_findings(build, reference.layout)
     total = sum((t.tally for t in tensors), Tally())
@@ -206,6 +205,31 @@ def _compared(
         sample=options.sample,
         pattern=options.pattern,
     )
+
+
+def _compare_all(
+    pairs: list[Pair], build: Build, reference: Layout, options: Options, progress: Progress
+) -> tuple[list[Fidelity], Copied | None]:
+    """Packed tensors, which keep the cores busy, and beside them copied ones, which wait for
+    memory; None of these with a pattern."""
+    if options.pattern is not None:
+        return compare_pairs(pairs, sample=options.sample, progress=progress), None
+    failed = Event()
+
+    def beside(count: int) -> None:
+        if failed.is_set():
+            raise CancelledError
+        progress(count)
+
+    used, ends = sources(build, reference), options.sample is not None
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(compare_copied, build, reference, used, ends=ends, progress=beside)
+        try:
+            tensors = compare_pairs(pairs, sample=options.sample, progress=progress)
+        except BaseException:
+            failed.set()
+            raise
+        return tensors, copying.result()
 
 
 def select(build: Build, reference: Layout, options: Options) -> tuple[list[Pair], list[Finding]]:

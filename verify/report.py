@@ -71,6 +71,11 @@ class Report:
         return sum(f.severity is severity for f in self.findings)
 
     @property
+    def loaded(self) -> tuple[str, ...]:
+        """Of the checks, those by a reader that loaded the folder."""
+        return tuple(c for c in self.checks if c.startswith("loaded by "))
+
+    @property
     def passed(self) -> bool:
         """No finding of kind error, and the build holds the trained model as far as compared."""
         return self.judgement.good and not self.count(Severity.ERROR)
