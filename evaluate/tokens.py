@@ -147,7 +147,7 @@ def _named(folder: Path, key: str) -> tuple[Path, Any] | None:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _template(folder: Path) -> tuple[Path, Any]:
