@@ -206,6 +206,7 @@ def _from_text(text: dict[str, Any], where: str) -> Config:
     _check_values(text, where)
     try:
         layers = _layers(text, where)
+        cap = text["final_logit_softcapping"]
         ropes = {**_ROPE_DEFAULTS, **(text.get("rope_parameters") or {})}
         return Config(
             vocab=text["vocab_size"],
@@ -215,8 +216,8 @@ def _from_text(text: dict[str, Any], where: str) -> Config:
             window=text["sliding_window"],
             rope_sliding=_rope(ropes[SLIDING], where),
             rope_full=_rope(ropes[FULL], where),
-            eps=text["rms_norm_eps"],
-            softcap=text["final_logit_softcapping"],
+            eps=float(text["rms_norm_eps"]),
+            softcap=cap if cap is None else float(cap),
             tied=text["tie_word_embeddings"],
             ple=text["hidden_size_per_layer_input"] or 0,
             ple_vocab=text.get("vocab_size_per_layer_input") or 0,

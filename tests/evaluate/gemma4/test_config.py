@@ -101,6 +101,12 @@ def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> Non
         read_config(raw_config("e2b")["text_config"] | change)
 
 
+def test_whole_numbers_beyond_int64_are_numbers_like_others() -> None:
+    text = raw_config("e2b")["text_config"]
+    config = read_config(text | {"rms_norm_eps": 10**30, "final_logit_softcapping": 10**30})
+    assert (type(config.eps), type(config.softcap)) == (float, float)
+
+
 def test_a_config_that_is_missing_broken_or_incomplete(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: not found"):
         read_config(tmp_path)
