@@ -17,8 +17,9 @@ def test_write_file_keeps_the_old_one_on_failure(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "I/O error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="I/O error"):
+    with pytest.raises(OSError, match="I/O error") as caught:
         write_file(path, b"new")
+    assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
