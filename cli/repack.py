@@ -41,8 +41,8 @@ class _Size(click.ParamType):
             nbytes = int(float(number) * _UNITS[text[len(number) :].strip()])
         except (ValueError, KeyError, OverflowError):
             self.fail(f"{value!r} is no size; write 5GB, 500MB or a number of bytes.", param, ctx)
-        if nbytes <= 0:
-            self.fail("must be more than nothing.", param, ctx)
+        if not 0 < nbytes < 2**63:
+            self.fail("must be more than nothing, and a size that a file can have.", param, ctx)
         return nbytes
 
 

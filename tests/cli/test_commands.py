@@ -124,8 +124,10 @@ def test_bad_input_is_one_sentence_and_status_1(tmp_path, source, arguments, wor
         ["repack", "a", "b", "--scale-dtype", "int8"],
         ["repack", "a", "b", "--shard-size", "5 parsecs"],
         ["repack", "a", "b", "--shard-size", "0"],
+        ["repack", "a", "b", "--shard-size", "1e99GB"],
         ["repack", "a", "b", "--base-model", "gemma"],
         ["inspect", "a", "--sample", "0"],
+        ["evaluate", "a", "--reference", "b", "--batch", "99999999999"],
         ["nonsense"],
     ],
 )
