@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 from .errors import OutputError
@@ -59,15 +60,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file whole: temporary name, fsync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write a small file whole: temporary name, fsync, rename.
+
+    The name is this process's and thread's own: two that write one file keep out of each other's.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk does not say where
         temporary.unlink(missing_ok=True)
         raise
 

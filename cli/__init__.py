@@ -43,7 +43,9 @@ class _Commands(click.Group):
                 scrub(error)
                 raise
             where = f"{error.filename}: " if error.filename else ""
-            raise click.ClickException(one_line(f"{where}{error.strerror or error}.")) from error
+            raise click.ClickException(
+                one_line(f"{where}{error.strerror or error}; mend the cause and run again.")
+            ) from error
         except Exception as error:
             if ctx.params["debug"]:
                 scrub(error)

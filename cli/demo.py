@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from importlib.resources import as_file, files
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -62,7 +63,8 @@ def demo(out: Path) -> None:
     written = write_report(value, out / "report")
     click.echo(
         f"The folders stand in {out}, the report ({len(written)} files) in {out / 'report'}.\n"
-        f"Next: qatpack verify {out / 'bfloat16'} --reference {out / 'reference'}"
+        f"Next: qatpack verify {quote(str(out / 'bfloat16'))} "
+        f"--reference {quote(str(out / 'reference'))}"
     )
     ours = [b["grid"]["verdict"]["good"] for b in value["builds"] if b["name"] in SCALES]
     if not (all(ours) and evaluation.repeatable):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..evaluate.texts import Text
 
 WIDTH = 100
+LARGEST_BATCH = 4096
+"""Caches of more rows would take all memory of the machine."""
 
 
 class _Batches(click.ParamType):
@@ -36,8 +38,12 @@ class _Batches(click.ParamType):
             sizes = tuple(dict.fromkeys(int(part) for part in str(value).split(",")))
         except ValueError:
             sizes = ()
-        if not sizes or min(sizes) < 1:
-            self.fail(f"{value!r} is no list of batch sizes; write 1,4,8.", param, ctx)
+        if not sizes or min(sizes) < 1 or max(sizes) > LARGEST_BATCH:
+            self.fail(
+                f"{value!r} is no list of batch sizes from 1 to {LARGEST_BATCH}; write 1,4,8.",
+                param,
+                ctx,
+            )
         return sizes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,14 @@ from .verify import resolve_build
 if TYPE_CHECKING:
     from ..evaluate.gemma4.generate import Chunk
     from ..evaluate.gemma4.load import Model
+    from ..evaluate.gemma4.sampling import Sampling
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """Refuse NaN, which lies in every range, and infinity."""
+    if not math.isfinite(value):
+        raise click.BadParameter("must be a finite number.", ctx, param)
+    return value
 
 
 @click.command()
@@ -33,13 +42,33 @@ if TYPE_CHECKING:
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
+    callback=_finite,
     default=0.0,
     show_default=True,
-    help="0 takes the likeliest token each time.",
+    help="0 (or less than 1e-6) takes the likeliest token each time.",
 )
-@click.option("--top-k", type=click.IntRange(0), default=0, help="Sample among the k likeliest.")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=1.0, help="Sample within this share.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Sample among the k likeliest; 0 for all. Needs a --temperature.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1),
+    callback=_finite,
+    default=1.0,
+    show_default=True,
+    help="Sample within this share. Needs a --temperature.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of the sampling.",
+)
 @click.option(
     "--decode",
     type=click.Choice(["exact", "fast"]),
@@ -91,23 +120,27 @@ def generate(
     Example:
       qatpack generate gemma-4-E2B-it-w4a16 "Why is the sky blue?" --chat --max-tokens 64
     """
+    if not temperature and (top_k or top_p < 1):
+        raise click.UsageError("--top-k and --top-p need a --temperature above 0.")
+    from ..checkpoint.folder import Checkpoint
     from ..evaluate.devices import use_compile_cache
     from ..evaluate.gemma4.generate import stream, warm_up
-    from ..evaluate.gemma4.sampling import Sampling
-    from ..evaluate.tokens import open_vocabulary
+    from ..evaluate.tokens import check_ids, check_positions, open_vocabulary
 
     use_compile_cache(cache_dir)
     folder = resolve_build(build).folder
     vocabulary = open_vocabulary(folder)
     ids = vocabulary.encode(vocabulary.chat(prompt) if chat else prompt)
+    check_positions(len(ids), max_tokens, Checkpoint.open(folder).config, build)
     start = time.perf_counter()
     model = _load(folder, decode, head, mesh)
     times = {"load_s": time.perf_counter() - start}
+    check_ids(ids, model.config.vocab, folder)
     options: dict[str, Any] = {
         "config": model.config,
         "max_tokens": max_tokens,
         "stop": vocabulary.stop,
-        "sampling": Sampling(temperature, top_k, top_p) if temperature else None,
+        "sampling": _sampling(temperature, min(top_k, model.config.vocab), top_p),
         "seed": seed,
     }
     times["compile_s"] = warm_up(model.weights, [ids], **options)
@@ -131,6 +164,13 @@ def generate(
         return
     click.echo()
     _print_figures(figures, len(ids), model)
+
+
+def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling | None:
+    """None for greedy: logits over a temperature near 0 overflow float32."""
+    from ..evaluate.gemma4.sampling import Sampling
+
+    return Sampling(temperature, top_k, top_p) if temperature >= 1e-6 else None
 
 
 def _load(folder: Path, decode: Any, head: Any, mesh: int | None) -> Model:

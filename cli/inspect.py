@@ -112,7 +112,7 @@ def _grid_table(readings: Sequence[Reading], sample: int | None) -> str:
     """Tensors of one role and one outcome in a line."""
     groups: dict[tuple[str, str], list[Reading]] = {}
     for reading in readings:
-        outcome = "on the grid" if reading.certified == 1 else "off"
+        outcome = "" if reading.certified == 1 else ", off"
         groups.setdefault((reading.role.value, outcome), []).append(reading)
     rows: list[Sequence[object]] = [
         (
@@ -132,25 +132,30 @@ def _grid_table(readings: Sequence[Reading], sample: int | None) -> str:
         counts = sum((m.counts for m in members[1:]), members[0].counts)
         rows.append(
             (
-                f"{role}, {outcome}",
+                f"{role}{outcome}",
                 len(members),
                 f"{counts.groups:,}",
                 share(counts.certified + counts.zero, counts.groups),
                 _mean([m.shares[64] for m in members if 64 in m.shares]),
                 _mean([m.other_axis for m in members if m.other_axis is not None]),
-                share(counts.exact_bf16, counts.certified),
-                share(counts.exact_f16, counts.certified),
-                share(counts.peaks[8], counts.certified),
-                share(counts.peaks[7], counts.certified),
+                _tenths(counts.exact_bf16, counts.certified),
+                _tenths(counts.exact_f16, counts.certified),
+                _tenths(counts.peaks[8], counts.certified),
+                _tenths(counts.peaks[7], counts.certified),
             )
         )
     measured = "all groups of text tensors" if sample is None else f"{sample} rows of each tensor"
     return (
-        f"{table(rows)}\n\nmeasured: {measured}. of 64, down: share that certifies in groups of "
-        "64, and of 32 down the rows.\nbf16, f16: share of step intervals that hold such a number "
-        "(trained in float32: about 42 and 97 %).\npeak: level of a group's largest magnitude; "
-        "--json has the histogram of every tensor."
+        f"{table(rows)}\n\nmeasured: {measured}; off: not wholly on the grid.\n"
+        "of 64, down: share that certifies in groups of 64, and of 32 down the rows.\n"
+        "bf16, f16: share of step intervals that hold such a number (trained in float32: about "
+        "42 and 97 %).\npeak: level of a group's largest magnitude; --json has the histogram of "
+        "every tensor."
     )
+
+
+def _tenths(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def _mean(shares: Sequence[float]) -> str:

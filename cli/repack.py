@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,8 +41,8 @@ class _Size(click.ParamType):
             nbytes = int(float(number) * _UNITS[text[len(number) :].strip()])
         except (ValueError, KeyError, OverflowError):
             self.fail(f"{value!r} is no size; write 5GB, 500MB or a number of bytes.", param, ctx)
-        if nbytes <= 0:
-            self.fail("must be more than nothing.", param, ctx)
+        if not 0 < nbytes < 2**63:
+            self.fail("must be more than nothing, and a size that a file can have.", param, ctx)
         return nbytes
 
 
@@ -198,7 +199,8 @@ def _pair(counted: Mapping[str, int]) -> tuple[str, str]:
 def _print_summary(manifest: Mapping[str, Any], source: str, out: Path) -> None:
     click.echo(table(summary_rows([(out.name, manifest)])))
     click.echo(f"\n{scale_note(manifest)}")
-    click.echo(f"\nNext: qatpack verify {out} --reference {source}\n      vllm serve {out}")
+    made, origin = shlex.quote(str(out)), shlex.quote(source)
+    click.echo(f"\nNext: qatpack verify {made} --reference {origin}\n      vllm serve {made}")
 
 
 def summary_rows(builds: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, ...]]:

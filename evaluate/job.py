@@ -28,7 +28,7 @@ from .speed import Visit
 from .states import Store, open_store
 from .subjects import Subject, check_decodable, hash_files, on_device, open_subject, room
 from .texts import Text, embedded_text
-from .tokens import Vocabulary, open_vocabulary
+from .tokens import Vocabulary, check_ids, check_positions, open_vocabulary
 from .windows import Protocol, Windows, check_length, cut
 
 T = TypeVar("T")
@@ -254,15 +254,19 @@ def prepare(
         subjects.append(open_subject(build_name, source))
         check_decodable(subjects[-1])
     vocabulary = open_vocabulary(reference.folder)
-    if vocabulary.bos >= subjects[0].config.vocab:
-        raise ModelError(f"{name}: its BOS id {vocabulary.bos} is none of its tokens.")
-    check_length(options.protocol, subjects[0].checkpoint.config, name)
+    config = subjects[0].checkpoint.config
+    check_length(options.protocol, config, name)
+    windows = cut(options.text, vocabulary, options.protocol)
+    prompt = tuple(vocabulary.encode(options.prompt))
+    check_ids((*windows.tokens.flat, *prompt), subjects[0].config.vocab, reference.folder)
+    if not {"greedy", "speed"}.isdisjoint(options.parts):
+        check_positions(len(prompt), options.tokens, config, name)
     mesh = pick_mesh(subjects[0].checkpoint.tensor_bytes, options.mesh)
     return Job(
         subjects=tuple(subjects),
         vocabulary=vocabulary,
-        windows=cut(options.text, vocabulary, options.protocol),
-        prompt=tuple(vocabulary.encode(options.prompt)),
+        windows=windows,
+        prompt=prompt,
         options=options,
         bars=bars,
         devices=mesh.size if mesh is not None else 1,

@@ -66,7 +66,7 @@ class Subject:
 def open_subject(name: str, source: Source) -> Subject:
     """Read headers and config. Raises `QatpackError`: damaged, or not a model the decoder runs."""
     checkpoint = Checkpoint.open(source.folder)
-    config = read_config(checkpoint.config or source.folder)
+    config = read_config(checkpoint.folder)
     norm = checkpoint[f"{text_prefix(checkpoint.tensors)}norm.weight"]
     return Subject(name, source, checkpoint, config, NUMPY_DTYPES[norm.dtype])
 

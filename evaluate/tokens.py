@@ -102,6 +102,39 @@ def open_vocabulary(folder: str | Path) -> Vocabulary:
     return Vocabulary(folder, tokenizer, bos[1], tuple(stop))
 
 
+def most_positions(config: Mapping[str, Any]) -> int | None:
+    """The positions a model was made for by its config.json; None where that sets no bound."""
+    inner = config.get("text_config")
+    most = (inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
+    return most if isinstance(most, int) else None
+
+
+def check_positions(prompt: int, tokens: int, config: Mapping[str, Any], name: str) -> None:
+    """Raise `ModelError` where a prompt and its continuation take more than the model has.
+
+    `prompt`, `tokens`: how many. The cache is made for all of them at once.
+    """
+    most = most_positions(config)
+    if most is not None and prompt + tokens > most:
+        raise ModelError(
+            f"a prompt of {prompt:,} tokens and {tokens:,} new ones are more than the {most:,} "
+            f"positions of {name} (max_position_embeddings in its config.json); give a shorter "
+            "prompt or fewer --max-tokens."
+        )
+
+
+def check_ids(ids: Iterable[int], vocab: int, folder: Path) -> None:
+    """Raise `ModelError` for a token id that a model of `vocab` tokens has no row for.
+
+    XLA takes some other row for it and says nothing.
+    """
+    if (largest := max(ids)) >= vocab:
+        raise ModelError(
+            f"{folder}: its tokenizer gives the token id {largest}, and the model has {vocab:,} "
+            "tokens; tokenizer and weights are not of one model, download both again."
+        )
+
+
 def _named(folder: Path, key: str) -> tuple[Path, Any] | None:
     """The file that gives `key`, and what it gives, by the order in which transformers looks."""
     generation, config = folder / "generation_config.json", folder / "config.json"
@@ -114,7 +147,7 @@ def _named(folder: Path, key: str) -> tuple[Path, Any] | None:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _template(folder: Path) -> tuple[Path, Any]:

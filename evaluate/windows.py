@@ -10,7 +10,7 @@ import numpy as np
 
 from ..checkpoint.errors import ModelError
 from .texts import Text
-from .tokens import Vocabulary
+from .tokens import Vocabulary, most_positions
 
 Style = Literal["consecutive", "llama.cpp"]
 # The user's turn before a text that is scored as the model's answer.
@@ -62,9 +62,8 @@ def check_length(protocol: Protocol, config: Mapping[str, Any], name: str) -> No
 
     `name`: of the model. A config without max_position_embeddings sets no bound.
     """
-    inner = config.get("text_config")
-    most = (inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
-    if isinstance(most, int) and protocol.length > most:
+    most = most_positions(config)
+    if most is not None and protocol.length > most:
         raise ModelError(
             f"windows of {protocol.length:,} tokens are longer than the {most:,} positions of "
             f"{name} (max_position_embeddings in its config.json); give a shorter --length"

@@ -27,6 +27,23 @@ _DEFAULTS: dict[str, Any] = {
     "use_bidirectional_attention": None,
     "use_double_wide_mlp": False,
 }
+# The least that each of these whole numbers may be; those of `_ABSENT` may be null.
+_WHOLE = {
+    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "num_global_key_value_heads": 1,
+    "head_dim": 1, "global_head_dim": 1, "sliding_window": 1, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+}  # fmt: skip
+_POSITIVE = ("rms_norm_eps", "final_logit_softcapping")
+_FLAGS = ("attention_k_eq_v", "tie_word_embeddings", "use_double_wide_mlp")
+_ABSENT = (
+    "num_global_key_value_heads",
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
+    "final_logit_softcapping",
+)
+_LARGEST = 2**31 - 1  # of what XLA indexes by int32
+_MOST = {"num_hidden_layers": 10_000}
 _ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -106,6 +123,8 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Config:
     """
     raw, where = (source, "config") if isinstance(source, Mapping) else _load(Path(source))
     text = raw.get("text_config") or raw
+    if not isinstance(text, Mapping):
+        raise _unexpected(where, "text_config", text, "an object")
     _refuse_foreign(raw, text, where)
     text = {**_DEFAULTS, **text}
     if "tie_word_embeddings" in raw:
@@ -146,9 +165,48 @@ def _refuse_foreign(raw: Mapping[str, Any], text: Mapping[str, Any], where: str)
         raise ModelError(f"{where}: hidden_activation {text['hidden_activation']!r} is unknown.")
 
 
+def _check_values(text: Mapping[str, Any], where: str) -> None:
+    """Raise `ModelError` for a value of another kind than the decoder computes with.
+
+    What is missing is named where it is read.
+    """
+    for key, value in text.items():
+        if value is None and key in _ABSENT:
+            continue
+        if key in _WHOLE and not _is_whole(value, *_bounds(key)):
+            expected = "a whole number from {} to {}".format(*_bounds(key))
+        elif key in _POSITIVE and not _is_positive(value):
+            expected = "a number above 0"
+        elif key in _FLAGS and not isinstance(value, bool):
+            expected = "true or false"
+        else:
+            continue
+        raise _unexpected(where, key, value, expected)
+
+
+def _bounds(key: str) -> tuple[int, int]:
+    return _WHOLE[key], _MOST.get(key, _LARGEST)
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_positive(value: object) -> bool:
+    """A number above 0 that float32 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e38
+
+
+def _unexpected(where: str, key: str, value: object, expected: str) -> ModelError:
+    shown = repr(value)[:40]
+    return ModelError(f"{where}: {key} is {shown}, expected {expected}; download it again.")
+
+
 def _from_text(text: dict[str, Any], where: str) -> Config:
+    _check_values(text, where)
     try:
         layers = _layers(text, where)
+        cap = text["final_logit_softcapping"]
         ropes = {**_ROPE_DEFAULTS, **(text.get("rope_parameters") or {})}
         return Config(
             vocab=text["vocab_size"],
@@ -158,8 +216,8 @@ def _from_text(text: dict[str, Any], where: str) -> Config:
             window=text["sliding_window"],
             rope_sliding=_rope(ropes[SLIDING], where),
             rope_full=_rope(ropes[FULL], where),
-            eps=text["rms_norm_eps"],
-            softcap=text["final_logit_softcapping"],
+            eps=float(text["rms_norm_eps"]),
+            softcap=cap if cap is None else float(cap),
             tied=text["tie_word_embeddings"],
             ple=text["hidden_size_per_layer_input"] or 0,
             ple_vocab=text.get("vocab_size_per_layer_input") or 0,
@@ -226,6 +284,12 @@ def _head_sizes(text: Mapping[str, Any], kind: str, index: int) -> tuple[int, in
 
 def _rope(parameters: Mapping[str, Any], where: str) -> Rope:
     kind = parameters.get("rope_type", "default")
+    for key in ("rope_theta", "factor", "partial_rotary_factor"):
+        if key in parameters and not _is_positive(parameters[key]):
+            raise _unexpected(where, key, parameters[key], "a number above 0")
+    if parameters.get("partial_rotary_factor", 1) > 1:
+        raise _unexpected(where, "partial_rotary_factor", parameters["partial_rotary_factor"],
+                          "at most 1")  # fmt: skip
     if kind == "default":
         return Rope(theta=float(parameters["rope_theta"]))
     if kind == "proportional":

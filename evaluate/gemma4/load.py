@@ -71,7 +71,7 @@ def load(
     if head == "int4" and mesh is not None:
         raise ModelError("a head in 4 bits is for one device: leave out the mesh, or the option.")
     checkpoint = Checkpoint.open(Path(folder))
-    config = read_config(checkpoint.config or Path(folder))
+    config = read_config(checkpoint.folder)
     prefix = text_prefix(checkpoint.tensors)
     _check_names(checkpoint, prefix, config)
     with TensorReader() as reader:

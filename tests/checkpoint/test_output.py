@@ -17,9 +17,26 @@ def test_write_file_keeps_the_old_one_on_failure(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "I/O error")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="I/O error"):
+    with pytest.raises(OSError, match="I/O error") as caught:
         write_file(path, b"new")
+    assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_two_writers_of_one_file_keep_out_of_each_others_way(tmp_path, monkeypatch):
+    path, sync = tmp_path / "config.json", os.fsync
+
+    def interrupted(descriptor):
+        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write_file(path, b"second")
+        assert path.read_bytes() == b"second"
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    write_file(path, b"first")
+    assert path.read_bytes() == b"first"
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 

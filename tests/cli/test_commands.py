@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import subprocess
@@ -123,8 +124,10 @@ def test_bad_input_is_one_sentence_and_status_1(tmp_path, source, arguments, wor
         ["repack", "a", "b", "--scale-dtype", "int8"],
         ["repack", "a", "b", "--shard-size", "5 parsecs"],
         ["repack", "a", "b", "--shard-size", "0"],
+        ["repack", "a", "b", "--shard-size", "1e99GB"],
         ["repack", "a", "b", "--base-model", "gemma"],
         ["inspect", "a", "--sample", "0"],
+        ["evaluate", "a", "--reference", "b", "--batch", "99999999999"],
         ["nonsense"],
     ],
 )
@@ -157,9 +160,26 @@ def test_off_grid_refuse_and_keep(tmp_path):
     assert "readers fuse it with" in plan
 
 
+def test_the_next_command_can_be_pasted(tmp_path, source):
+    out = tmp_path / "a $b"
+    assert f"Next: qatpack verify '{out}'" in invoke("repack", source, out).stdout
+
+
+def test_a_second_run_is_told_of_the_first(tmp_path, source):
+    working = tmp_path / "out.partial"
+    working.mkdir()
+    descriptor = os.open(working, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    result = invoke("repack", source, tmp_path / "out", code=1)
+    os.close(descriptor)
+    assert "another qatpack is writing there" in result.stderr
+
+
 def test_inspect_a_reference(source):
     text = invoke("inspect", source).stdout
-    assert "text linear, on the grid" in text
+    assert "text linear, off" not in text
+    assert "text linear " in text
+    assert max(map(len, text.splitlines()[1:])) <= 100
     assert "vision or audio, off" in text
     facts = json.loads(invoke("inspect", source, "--json").stdout)
     grid = {entry["name"]: entry for entry in facts["grid"]}

@@ -61,3 +61,36 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     result = CliRunner().invoke(generate, [str(tmp_path), "x", "--cache-dir", str(tmp_path)])
     assert result.exit_code == 1
     assert "tokenizer.json: not found" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temperature", "nan"], "finite"),
+        (["--temperature", "inf"], "finite"),
+        (["--temperature", "1", "--top-p", "nan"], "finite"),
+        (["--seed", "99999999999999999999"], "not in the range"),
+        (["--top-k", "5"], "need a --temperature"),
+    ],
+)
+def test_sampling_that_makes_no_sense(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(generate, [str(DEMO), PROMPT, *arguments])
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
+    """Such a cache would take all memory of the machine."""
+    result = CliRunner().invoke(
+        generate, [str(DEMO), "x", "--max-tokens", "99999999", "--cache-dir", str(tmp_path)]
+    )
+    assert result.exit_code == 1
+    assert "fewer --max-tokens" in str(result.exception)
+
+
+def test_top_k_above_the_vocabulary_is_all_of_it_and_no_temperature_too_small(
+    tmp_path: Path,
+) -> None:
+    invoke(tmp_path, "--max-tokens", "1", "--temperature", "1", "--top-k", "99999999999")
+    greedy = invoke(tmp_path, "--max-tokens", "4").stdout
+    assert invoke(tmp_path, "--max-tokens", "4", "--temperature", "1e-300").stdout == greedy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qatpack.checkpoint.errors import CheckpointError, ModelError
-from qatpack.evaluate.tokens import open_vocabulary
+from qatpack.evaluate.tokens import check_ids, check_positions, open_vocabulary
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 
@@ -104,3 +104,17 @@ def test_a_broken_chat_template_is_named(folder: Path, template: bytes, said: st
     (folder / "chat_template.jinja").write_bytes(template)
     with pytest.raises(ModelError, match=rf"chat_template\.jinja: {said}.*--chat"):
         open_vocabulary(folder).chat("Hello")
+
+
+def test_ids_that_the_model_has_no_row_for(tmp_path: Path) -> None:
+    check_ids([2, 1535], 1536, tmp_path)
+    with pytest.raises(ModelError, match=r"token id 1536, and the model has 1,536 tokens"):
+        check_ids([2, 1536], 1536, tmp_path)
+
+
+def test_more_tokens_than_the_model_has_positions() -> None:
+    config = {"text_config": {"max_position_embeddings": 2048}}
+    check_positions(1, 2047, config, "it")
+    check_positions(1, 2048, {}, "it")
+    with pytest.raises(ModelError, match=r"2,048 positions of it .* fewer --max-tokens"):
+        check_positions(1, 2048, config, "it")

@@ -74,7 +74,23 @@ def test_a_mixture_of_experts_is_refused_by_name() -> None:
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "rope_type 'yarn'"),
         ({"layer_types": ["linear_attention"] * 35}, "unknown type"),
-        ({"num_hidden_layers": "35"}, "makes no sense"),
+        ({"num_hidden_layers": "35"}, "a whole number from 1"),
+        ({"num_hidden_layers": 10**9}, "a whole number from 1"),
+        ({"sliding_window": 1.5}, "a whole number from 1"),
+        ({"sliding_window": None}, "a whole number from 1"),
+        ({"global_head_dim": 10**30}, "a whole number from 1"),
+        ({"head_dim": None}, "a whole number from 1"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', expected a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "expected a number above 0"),
+        ({"final_logit_softcapping": 0}, "expected a number above 0"),
+        ({"final_logit_softcapping": 10**30 * 10**30}, "expected a number above 0"),
+        ({"tie_word_embeddings": [1]}, "expected true or false"),
+        ({"text_config": "x"}, "text_config is 'x', expected an object"),
+        ({"rope_parameters": {FULL: {"rope_theta": 0}}}, "rope_theta is 0"),
+        (
+            {"rope_parameters": {FULL: {"rope_theta": 1e6, "partial_rotary_factor": 1.5}}},
+            "expected at most 1",
+        ),
         ({"layer_types": [FULL]}, "makes no sense"),
         ({"rope_parameters": {FULL: 3}}, "makes no sense"),
         ({"per_layer_config": [1]}, "makes no sense"),
@@ -83,6 +99,12 @@ def test_a_mixture_of_experts_is_refused_by_name() -> None:
 def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(raw_config("e2b")["text_config"] | change)
+
+
+def test_whole_numbers_beyond_int64_are_numbers_like_others() -> None:
+    text = raw_config("e2b")["text_config"]
+    config = read_config(text | {"rms_norm_eps": 10**30, "final_logit_softcapping": 10**30})
+    assert (type(config.eps), type(config.softcap)) == (float, float)
 
 
 def test_a_config_that_is_missing_broken_or_incomplete(tmp_path: Path) -> None:
