@@ -34,7 +34,8 @@ class _Commands(click.Group):
             raise click.ClickException(one_line(str(error))) from error
         except KeyboardInterrupt:
             raise click.ClickException(
-                "interrupted; repack goes on with --resume, push and evaluate when run again."
+                "interrupted; repack goes on with --resume, push and evaluate when run again, demo "
+                "with a new --out."
             ) from None
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
