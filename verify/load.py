@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -194,14 +195,22 @@ def _vllm_version() -> str:
 
 def ask_vllm(folder: Path, ids: Sequence[int]) -> dict[str, Any]:
     """The answer of `engine`, run on a folder; one that dies has failed to load."""
-    settings = VLLM_SETTINGS | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", f"{__package__}.engine", str(folder)]
-    request = json.dumps({"ids": list(ids), "top": TOP})
-    ran = subprocess.run(command, input=request, env=settings, capture_output=True, text=True)
+    # The same modules as here: -P, since -m would look into the current folder first.
+    path = os.pathsep.join(p or os.curdir for p in sys.path)
+    command = [sys.executable, "-P", "-m", f"{__package__}.engine", str(folder)]
+    request = json.dumps({"ids": list(ids), "top": TOP}).encode()
+    # No pipe for what vLLM logs: a worker process that outlives the engine would hold it open.
+    with tempfile.TemporaryFile() as log:
+        ran = subprocess.run(
+            command, input=request, stdout=subprocess.PIPE, stderr=log,
+            env=VLLM_SETTINGS | os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+        log.seek(0)
+        logged = log.read().decode(errors="replace")
     try:
         return json.loads(ran.stdout)
     except ValueError:
-        last = ran.stderr.strip().rpartition("\n")[2]
+        last = logged.strip().rpartition("\n")[2]
         how = f"signal {-ran.returncode}" if ran.returncode < 0 else f"exit {ran.returncode}"
         return {"stage": "load", "fault": f"its process ended ({how}): {last}"}
 

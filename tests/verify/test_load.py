@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from qatpack.verify.build import open_build
 from qatpack.verify.load import load_in
 
 VLLM = """
-import json, os, signal, sys
+import json, os, signal, subprocess, sys
 from types import SimpleNamespace
 
 CASE = json.load(open(os.environ["STAND_IN"]))
@@ -32,6 +33,8 @@ class LLM:
         if "killed" in CASE:
             print("out of memory", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if "lingers" in CASE:
+            subprocess.Popen(["sleep", "40"])
         if "refuses" in CASE:
             raise ValueError("Following weights were not\\n initialized from checkpoint: {'norm'}")
 
@@ -118,6 +121,23 @@ def test_vllm_that_agrees(build, decoded, stand_in, capfd):
 def test_an_older_vllm_does_not_track(build, decoded, stand_in):
     stand_in("old", logprobs=answer(decoded, build.checkpoint.config))
     assert "weights not tracked" in load_in("vllm", build)[1][0]
+
+
+def test_a_process_that_outlives_vllm_is_not_waited_for(build, decoded, stand_in):
+    stand_in("lingers", logprobs=answer(decoded, build.checkpoint.config))
+    start = time.monotonic()
+    assert load_in("vllm", build)[0] == []
+    assert time.monotonic() - start < 30
+
+
+def test_a_module_in_the_current_folder_is_not_taken(
+    build, decoded, stand_in, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "vllm.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path / "here")
+    stand_in(logprobs=answer(decoded, build.checkpoint.config))
+    assert load_in("vllm", build)[0] == []
 
 
 @pytest.mark.parametrize(("off", "said"), [(0.07, "0.070 nats"), (float("nan"), "inf nats")])
