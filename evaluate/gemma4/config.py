@@ -34,6 +34,7 @@ _WHOLE = {
     "head_dim": 1, "global_head_dim": 1, "sliding_window": 1, "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
 }  # fmt: skip
+_NUMBER = "a number above 0 and below 1e38"
 _POSITIVE = ("rms_norm_eps", "final_logit_softcapping")
 _FLAGS = ("attention_k_eq_v", "tie_word_embeddings", "use_double_wide_mlp")
 _ABSENT = (
@@ -176,7 +177,7 @@ def _check_values(text: Mapping[str, Any], where: str) -> None:
         if key in _WHOLE and not _is_whole(value, *_bounds(key)):
             expected = "a whole number from {} to {}".format(*_bounds(key))
         elif key in _POSITIVE and not _is_positive(value):
-            expected = "a number above 0"
+            expected = _NUMBER
         elif key in _FLAGS and not isinstance(value, bool):
             expected = "true or false"
         else:
@@ -251,7 +252,7 @@ def _layer(
         raise ModelError(
             f"{where}: layer {index} shares keys and values, but no {kind} layer makes any."
         )
-    head_dim, kv_heads = _head_sizes(text, kind, index)
+    head_dim, kv_heads = _head_sizes(text, kind, index, where)
     if text["num_attention_heads"] % kv_heads:
         raise ModelError(
             f"{where}: layer {index} has {kv_heads} K/V heads, which do not divide the query heads."
@@ -267,13 +268,14 @@ def _layer(
     )
 
 
-def _head_sizes(text: Mapping[str, Any], kind: str, index: int) -> tuple[int, int]:
+def _head_sizes(text: Mapping[str, Any], kind: str, index: int, where: str) -> tuple[int, int]:
     """Width and number of the K/V heads: `per_layer_config` where present, else by kind."""
     head_dim, kv_heads = text["head_dim"], text["num_key_value_heads"]
     if "per_layer_config" in text:
         # transformers pads the indices with zeros ("05") and writes only what differs.
         changes = {int(k): v for k, v in text["per_layer_config"].items()}
         own = changes.get(index, {})
+        _check_values(own, where)
         return own.get("head_dim", head_dim), own.get("num_key_value_heads", kv_heads)
     if kind == FULL:
         head_dim = text["global_head_dim"]
@@ -286,7 +288,7 @@ def _rope(parameters: Mapping[str, Any], where: str) -> Rope:
     kind = parameters.get("rope_type", "default")
     for key in ("rope_theta", "factor", "partial_rotary_factor"):
         if key in parameters and not _is_positive(parameters[key]):
-            raise _unexpected(where, key, parameters[key], "a number above 0")
+            raise _unexpected(where, key, parameters[key], _NUMBER)
     if parameters.get("partial_rotary_factor", 1) > 1:
         raise _unexpected(where, "partial_rotary_factor", parameters["partial_rotary_factor"],
                           "at most 1")  # fmt: skip

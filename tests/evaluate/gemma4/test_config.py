@@ -94,6 +94,7 @@ def test_a_mixture_of_experts_is_refused_by_name() -> None:
         ({"layer_types": [FULL]}, "makes no sense"),
         ({"rope_parameters": {FULL: 3}}, "makes no sense"),
         ({"per_layer_config": [1]}, "makes no sense"),
+        ({"per_layer_config": {"04": {"head_dim": 1.5}}}, "head_dim is 1.5, expected a whole"),
     ],
 )
 def test_what_cannot_run_is_refused(change: dict[str, Any], message: str) -> None:
