@@ -47,7 +47,7 @@ class Journal:
         """
         existed = folder.exists()
         if existed and not resume:
-            os.close(_lock(folder))  # a run that is still at work says so itself
+            os.close(_lock(folder))  # raises where a run is still at work
             raise OutputError(
                 f"{folder}: is left from an unfinished run; add --resume to go on with it, or "
                 "delete it to start anew."

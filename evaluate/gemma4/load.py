@@ -58,7 +58,8 @@ def load(
         folder: where config.json and the safetensors files stand.
         decode: `exact` for fidelity, `fast` for speed (see `linear`); the same for dense weights.
         head: `int4` holds the head, with a tied one the token embedding, in 4 bits: a quarter of
-            its bytes, the same weights. The levels and float32 steps are recovered and proved.
+            its bytes. The levels and float32 steps are recovered and proved: the same weights,
+            but where `Levels` hold them the product takes float16 steps (see `packed.narrowed`).
         dtype: of the activations and of dense weights; by default as stored.
         mesh: devices to cut the weights over (see `sharding`); None for the default device.
         progress: called with the bytes of each tensor read.

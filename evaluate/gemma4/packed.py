@@ -86,7 +86,8 @@ def to_levels(w: Words, shards: int = 1) -> Levels:
 def narrowed(w: Levels) -> Levels:
     """Float16 scales for the product, half the bytes of float32 ones, which are kept for lookups.
 
-    Their error, 2^-12, is an eighth of bfloat16's. As they are where float16 has no such precision.
+    Their error, 2^-11 at most, is an eighth of bfloat16's. Scales outside float16's normal range
+    leave `w` as it is.
     """
     size = jnp.abs(w.scale)
     least, most = jnp.min(jnp.where(size > 0, size, 1)), jnp.max(size)
