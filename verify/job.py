@@ -89,8 +89,8 @@ def verify(
     """Hold one build against its reference and against what readers demand.
 
     Without a reference only the folder itself is checked. `progress` gets the bytes of each step,
-    `work_bytes` in all. Whatever is wrong with the build becomes a finding;
-    raises `CheckpointError` only where the reference is damaged.
+    `work_bytes` in all, and is called from several threads. Whatever is wrong with the build
+    becomes a finding; raises `CheckpointError` only where the reference is damaged.
     """
     name = name or source.id or source.folder.resolve().name
     options = options or Options()
@@ -226,10 +226,10 @@ def _compare_all(
         copying = pool.submit(compare_copied, build, reference, used, ends=ends, progress=beside)
         try:
             tensors = compare_pairs(pairs, sample=options.sample, progress=progress)
-        except BaseException:
+            return tensors, copying.result()
+        except BaseException:  # an interrupt, too, while the copied ones are waited for
             failed.set()
             raise
-        return tensors, copying.result()
 
 
 def select(build: Build, reference: Layout, options: Options) -> tuple[list[Pair], list[Finding]]:
