@@ -160,7 +160,8 @@ class Module:
 def is_free(op: Op) -> bool:
     """Whether an op has no program of its own: it joins prefetched pieces, or is one operation on
     a scalar in scalar memory, S(6)."""
-    scalar = "S(6)" in op.shape and not op.shape.startswith("(") and op.kind != "fusion"
+    own = op.kind in ("fusion", "call") or op.kind.startswith(("all-", "reduce-scatter"))
+    scalar = "S(6)" in op.shape and not op.shape.startswith("(") and not own
     return scalar or 'custom_call_target="ConcatBitcast"' in op.attributes
 
 

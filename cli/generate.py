@@ -82,8 +82,8 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
     type=click.Choice(["stored", "int4"]),
     default="stored",
     show_default=True,
-    help="int4 holds the token embedding, which is also the head, on its trained 4-bit grid: the "
-    "same weights in a quarter of the bytes. Refused where it is not on one.",
+    help="int4 holds the token embedding, which is also the head, on its trained 4-bit grid, in a "
+    "quarter of the bytes: rows looked up are the same bits. Refused where it is not on one.",
 )
 @click.option(
     "--mesh",

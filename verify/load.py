@@ -150,13 +150,16 @@ def _in_vllm(build: Build) -> tuple[list[Finding], list[str]]:
         what = "vLLM's output is compared with a model that transformers runs, which is missing"
         return [error("load", build.name, what, "pip install transformers")], []
     name = f"vLLM {_vllm_version()}"
+    ids = _prompt(build.checkpoint.config)
     try:
-        ids = _prompt(build.checkpoint.config)
         theirs = ask_vllm(build.folder, ids)
-        if "fault" in theirs:
-            return [_vllm_fault(build, name, theirs["stage"], theirs["fault"])], []
+    except OSError as fault:
+        return [_failed(build, f"{name} cannot be started", str(fault))], []
+    if "fault" in theirs:
+        return [_vllm_fault(build, name, theirs["stage"], theirs["fault"])], []
+    try:
         distance, limit = _judge(build, ids, theirs["logprobs"])
-    except Exception as fault:  # of transformers, or a config without a vocabulary
+    except Exception as fault:  # whatever transformers raises
         what = "vLLM cannot be compared, the decoded weights do not run in transformers"
         return [_failed(build, what, f"{type(fault).__name__}: {fault}")], []
     tracked = "weights tracked" if theirs["tracked"] else "weights not tracked"
@@ -229,8 +232,13 @@ def _prompt(config: Mapping[str, Any]) -> list[int]:
     text = inner if isinstance(inner, Mapping) else config
     stated = [v for part in (config, text) for k, v in part.items() if k.endswith("_token_id")]
     special = {v for v in stated if type(v) is int}
-    ids = np.random.default_rng(0).integers(3, text["vocab_size"], 4 * TOKENS).tolist()
-    return [text.get("bos_token_id", 2), *(i for i in ids if i not in special)][:TOKENS]
+    size, bos = text.get("vocab_size"), text.get("bos_token_id")
+    most = (
+        size if type(size) is int and size > 3 else 4
+    )  # a broken config is the reader's to refuse
+    ids = np.random.default_rng(0).integers(3, most, 4 * TOKENS).tolist()
+    first = bos if type(bos) is int else 2
+    return [first, *(i for i in ids if i not in special)][:TOKENS]
 
 
 def _dense_logprobs(build: Build, ids: Sequence[int], *, exact: bool = False) -> np.ndarray:

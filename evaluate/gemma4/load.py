@@ -139,7 +139,7 @@ class _Source:
     def prepared_head(self, name: str, packed: Words) -> Any:
         """The same for a head in 4 bits: a step reads all scales, a lookup those of its rows."""
         laid = self.prepared(name, packed)
-        return narrowed(laid) if isinstance(laid, Levels) else laid
+        return narrowed(laid, lookups=self.config.tied) if isinstance(laid, Levels) else laid
 
     def put(self, name: str, array: np.ndarray) -> jax.Array:
         """One array on the device, or cut over the mesh, and off the host before the next."""

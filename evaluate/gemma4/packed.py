@@ -83,8 +83,8 @@ def to_levels(w: Words, shards: int = 1) -> Levels:
     )
 
 
-def narrowed(w: Levels) -> Levels:
-    """Float16 scales for the product, half the bytes of float32 ones, which are kept for lookups.
+def narrowed(w: Levels, *, lookups: bool = True) -> Levels:
+    """Float16 scales for the product, half the bytes of float32 ones, kept for lookups if asked.
 
     Their error, 2^-11 at most, is an eighth of bfloat16's. Scales outside float16's normal range
     leave `w` as it is.
@@ -94,7 +94,7 @@ def narrowed(w: Levels) -> Levels:
     limits = jnp.finfo(jnp.float16)
     if w.scale.dtype != jnp.float32 or least < limits.tiny or most > limits.max:
         return w
-    return Levels(w.levels, w.scale.astype(jnp.float16), w.scale)
+    return Levels(w.levels, w.scale.astype(jnp.float16), w.scale if lookups else None)
 
 
 def times_levels(x: Array, w: Levels) -> Array:

@@ -68,6 +68,7 @@ def test_bytes_of_slices_and_of_whole_operands() -> None:
     ("line", "free"),
     [
         ("%a = f32[]{:T(128)S(6)} rsqrt(%b)", True),
+        ("%a = f32[]{:T(128)S(6)} all-reduce(%b), to_apply=%c", False),
         ("%a = f32[8,128]{1,0:T(8,128)S(1)} rsqrt(%b)", False),
         ("%a = (s32[]{:T(128)S(6)}, f32[8]{0:T(128)}) while(%b), body=%c", False),
         ('%a = s4[6,256]{1,0} custom-call(%b), custom_call_target="ConcatBitcast"', True),
