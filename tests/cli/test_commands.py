@@ -239,18 +239,6 @@ def test_inspect_says_when_a_config_lies(tmp_path):
     assert "although nothing is packed" in text
 
 
-def test_demo(demo_run):
-    assert {p.name for p in demo_run.folder.iterdir()} == {
-        "reference", "rerounded", "bfloat16", "float32", "cache", "report",
-    }  # fmt: skip
-    assert {p.name for p in (demo_run.folder / "report").iterdir()} == {
-        "evaluation.md", "evaluation.json", "kl.png", "kl_by_position.png", "levels.png",
-        "speed.png",
-    }  # fmt: skip
-    assert "rerounded: re-rounded: steps are max/7.5 in 100 % of groups" in demo_run.stdout
-    assert "float32: exact: every group certified, 100 % identical" in demo_run.stdout
-
-
 def test_control_characters_of_a_tensor_name_stay_out_of_the_terminal(tmp_path):
     arrays = tiny.tensors()
     arrays[f"{tiny.TEXT}layers.0.x\n\x1b[31m.weight"] = tiny.noise(np.random.default_rng(0), 4, 64)
