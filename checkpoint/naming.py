@@ -1,9 +1,10 @@
-"""How checkpoints of the family name the text decoder's tensors."""
+"""Where checkpoints of the family keep the text decoder: its tensors and its config."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .errors import CheckpointError
 
@@ -13,6 +14,12 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _TEXT = re.compile(
     "(" + "|".join(re.escape(p) for p in TEXT_PREFIXES) + r")(layers\.\d+\.|embed_tokens\.)"
 )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder's part of a config.json: `text_config`, or all of a text-only one."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def text_prefix(names: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from .text import print_json
 from .verify import resolve_build
 
 if TYPE_CHECKING:
+    from ..checkpoint.folder import Checkpoint
     from ..evaluate.gemma4.generate import Chunk
     from ..evaluate.gemma4.load import Model
     from ..evaluate.gemma4.sampling import Sampling
@@ -131,9 +132,10 @@ def generate(
     folder = resolve_build(build).folder
     vocabulary = open_vocabulary(folder)
     ids = vocabulary.encode(vocabulary.chat(prompt) if chat else prompt)
-    check_positions(len(ids), max_tokens, Checkpoint.open(folder).config, build)
+    checkpoint = Checkpoint.open(folder)
+    check_positions(len(ids), max_tokens, checkpoint.config, build)
     start = time.perf_counter()
-    model = _load(folder, decode, head, mesh)
+    model = _load(checkpoint, decode, head, mesh)
     times = {"load_s": time.perf_counter() - start}
     check_ids(ids, model.config.vocab, folder)
     options: dict[str, Any] = {
@@ -173,16 +175,15 @@ def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling | None:
     return Sampling(temperature, top_k, top_p) if temperature >= 1e-6 else None
 
 
-def _load(folder: Path, decode: Any, head: Any, mesh: int | None) -> Model:
-    from ..checkpoint.folder import Checkpoint
+def _load(checkpoint: Checkpoint, decode: Any, head: Any, mesh: int | None) -> Model:
     from ..evaluate.devices import pick_mesh
     from ..evaluate.gemma4.load import load
 
     # All tensors of the folder: the towers, which are not loaded, are a small part of it.
-    total = Checkpoint.open(folder).tensor_bytes
+    total = checkpoint.tensor_bytes
     with byte_bar("loading", total) as progress:
         devices = pick_mesh(total, mesh)
-        return load(folder, decode=decode, head=head, mesh=devices, progress=progress)
+        return load(checkpoint.folder, decode=decode, head=head, mesh=devices, progress=progress)
 
 
 def _speed(chunks: list[Chunk]) -> dict[str, float | None]:

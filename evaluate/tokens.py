@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.errors import CheckpointError, ModelError
 from ..checkpoint.folder import read_json
+from ..checkpoint.naming import text_config
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -104,8 +105,7 @@ def open_vocabulary(folder: str | Path) -> Vocabulary:
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
     """The positions a model was made for by its config.json; None where that sets no bound."""
-    inner = config.get("text_config")
-    most = (inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
+    most = text_config(config).get("max_position_embeddings")
     return most if isinstance(most, int) else None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.header import TensorInfo
+from ..checkpoint.naming import text_config
 from ..checkpoint.progress import Progress
 from ..checkpoint.reader import TensorReader
 from ..repack.layout import Layout, Role, is_packed, ties_head
@@ -158,8 +159,7 @@ def _dropped(build: Build, reference: Layout, absent: list[str]) -> dict[str, st
 def _shared_layers(reference: Layout) -> range:
     """Layers that read K and V of an earlier one."""
     config = reference.checkpoint.config
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, Mapping) else config
+    text = text_config(config)
     total, shared = text.get("num_hidden_layers"), text.get("num_kv_shared_layers")
     if not isinstance(total, int) or not isinstance(shared, int) or not 0 < shared <= total:
         return range(0)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..checkpoint.naming import text_config
 from ..checkpoint.reader import TensorReader
 from ..repack.packing import BF16, decode
 from .build import SHAPE, Build
@@ -228,14 +229,12 @@ def _vllm_fault(build: Build, name: str, stage: str, fault: str) -> Finding:
 
 def _prompt(config: Mapping[str, Any]) -> list[int]:
     """The start token and random ones, none of which stands for an image or another input."""
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, Mapping) else config
+    text = text_config(config)
     stated = [v for part in (config, text) for k, v in part.items() if k.endswith("_token_id")]
     special = {v for v in stated if type(v) is int}
     size, bos = text.get("vocab_size"), text.get("bos_token_id")
-    most = (
-        size if type(size) is int and size > 3 else 4
-    )  # a broken config is the reader's to refuse
+    # A broken config is the reader's to refuse.
+    most = size if type(size) is int and size > 3 else 4
     ids = np.random.default_rng(0).integers(3, most, 4 * TOKENS).tolist()
     first = bos if type(bos) is int else 2
     return [first, *(i for i in ids if i not in special)][:TOKENS]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..checkpoint.errors import CheckpointError
 from ..checkpoint.folder import read_json
+from ..checkpoint.naming import text_config
 from ..repack.layout import fused_with
 from .build import PACKED, Build
 from .findings import Finding, error, listed, note, warning
@@ -146,8 +147,7 @@ def generation_findings(build: Build) -> Iterator[Finding]:
         return
     yield from _type_findings(generation, path.name)
     config = build.checkpoint.config
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, Mapping) else config
+    text = text_config(config)
     wanted, stops = _ids(config.get("eos_token_id", text.get("eos_token_id"))), None
     stops = _ids(generation.get("eos_token_id"))
     if stops and wanted - stops:
