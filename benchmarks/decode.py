@@ -48,6 +48,7 @@ class Timed:
 
 
 def run(model: Model, batch: int, args: argparse.Namespace) -> Timed:
+    """One answer of a model to `batch` equal prompts, timed."""
     prompt = [2, *range(100, 99 + args.prompt_tokens)]
     busy = time.process_time()
     start = time.perf_counter()
@@ -116,6 +117,7 @@ def row(
 
 
 def show(rows: list[dict[str, Any]], bandwidth: float) -> None:
+    """Print the table of `rows` to stderr; bandwidth in bytes/s."""
     base = {r["batch"]: r["step_seconds"] for r in rows if r["path"] == "bf16"}
     titles = (
         f"{'path':6} {'batch':>5} {'prefill ms':>10} {'step ms':>8} {'tokens/s':>8} {'of bf16':>7} "
@@ -135,6 +137,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reference", type=Path, required=True)
     parser.add_argument("--build", type=Path, required=True)

@@ -35,10 +35,12 @@ FAMILIES = ("ours", "transformers", "tpu-jax")
 
 
 def prompt_of(args: argparse.Namespace) -> list[int]:
+    """Token ids of the prompt: BOS, then ids of no meaning."""
     return [2, *range(100, 99 + args.prompt_tokens)]
 
 
 def ours(args: argparse.Namespace) -> dict[str, Run]:
+    """Our decoder's engines by name, loaded: the loop on the device, and step by step."""
     from qatpack.evaluate.gemma4 import generate
     from qatpack.evaluate.gemma4.load import Model, load
 
@@ -62,6 +64,7 @@ def ours(args: argparse.Namespace) -> dict[str, Run]:
 
 
 def transformers(args: argparse.Namespace) -> dict[str, Run]:
+    """transformers' engines by name, loaded; its time to the first token is taken off."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -94,6 +97,7 @@ def transformers(args: argparse.Namespace) -> dict[str, Run]:
 
 
 def tpu_jax(args: argparse.Namespace) -> dict[str, Run]:
+    """The tpu-jax checkout's engines by name, loaded."""
     from jax_engine import JaxGemmaEngine  # pyright: ignore[reportMissingImports]
 
     def decoded(folder: Path, mode: str) -> Run:
@@ -180,6 +184,7 @@ def compare(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reference", type=Path, required=True)
     parser.add_argument("--build", type=Path, required=True)

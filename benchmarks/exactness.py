@@ -109,6 +109,7 @@ def measure(
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--synthetic", metavar="CONFIG", help="E2B, E4B, 12B, 26B-A4B or 31B")
     parser.add_argument("--layers", type=int)

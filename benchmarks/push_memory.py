@@ -79,6 +79,7 @@ def make_folder(work: Path, nbytes: int) -> Path:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--work", type=Path, help="folder for both sides; default: a new one")
     parser.add_argument("--gb", type=float, default=5.0)
@@ -111,6 +112,7 @@ def main() -> None:
 
 
 def measure(folder: Path) -> None:
+    """Push the folder, and print seconds and the highest anonymous memory."""
     from qatpack.push import job
 
     job.conformance = lambda payload: None

@@ -116,6 +116,7 @@ def in_threads(work: Callable[[int, int], None], groups: int, cores: int) -> Non
 
 
 def plain_c(bits, cores: int, scale_dtype: str, out: str | None) -> Callable[[], None]:
+    """One pass, to be called: recovery.c over the groups `bits`, on `cores` threads."""
     import numpy as np
 
     library = ctypes.CDLL(os.environ["RECOVERY_LIBRARY"])
@@ -140,6 +141,7 @@ def plain_c(bits, cores: int, scale_dtype: str, out: str | None) -> Callable[[],
 
 
 def memcpy(bits, cores: int, scale_dtype: str, out: str | None) -> Callable[[], None]:
+    """One pass, to be called: a copy of `bits` on `cores` threads, which bounds any recovery."""
     import numpy as np
 
     target = np.zeros_like(bits)
@@ -157,6 +159,7 @@ def worker(way: str, cores: int, scale_dtype: str, data: str, out: str | None) -
 
 
 def compile_c(folder: Path) -> Path:
+    """Compile recovery.c into the folder; returns the library."""
     library = folder / "recovery.so"
     subprocess.run(
         [os.environ.get("CC", "cc"), *FLAGS, str(SOURCE), "-o", str(library), "-lm"], check=True
@@ -179,6 +182,7 @@ def check_agreement(folder: Path, scale_dtype: str) -> None:
 
 
 def spawn(way: str, cores: int, scale_dtype: str, folder: Path) -> subprocess.Popen:
+    """Start the process of one way, bound to its cores; it prints "ready" when it has compiled."""
     command = [sys.executable, __file__, "--worker", way, str(cores), scale_dtype]
     command += [str(folder / "data.bin")]
     if cores == 1 and way != "memcpy":
@@ -195,6 +199,7 @@ def spawn(way: str, cores: int, scale_dtype: str, folder: Path) -> subprocess.Po
 
 
 def measure(megabytes: int, repeats: int) -> list[dict]:
+    """GB/s of every way, in turn, with the median, least and most of `repeats`."""
     cores = len(os.sched_getaffinity(0))
     ways = [w for w in WAYS if w[2] <= cores]
     with tempfile.TemporaryDirectory() as name:
@@ -234,6 +239,7 @@ def measure(megabytes: int, repeats: int) -> list[dict]:
 
 
 def machine() -> dict:
+    """What ran this: processor, vector unit, load and versions."""
     import jax
     import numpy as np
 
@@ -255,6 +261,7 @@ def machine() -> dict:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=64, help="size of the bf16 input")
     parser.add_argument("--repeats", type=int, default=9)

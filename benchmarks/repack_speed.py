@@ -142,6 +142,7 @@ def import_seconds() -> float:
 
 
 def contenders(source: Path, out: Path, peer_python: str | None) -> list[Contender]:
+    """Who repacks or copies `source` into `out`; the peer where its Python is given."""
     ours = [sys.executable, "-m", "qatpack.cli", "repack", str(source), str(out)]
     copy = ["cp", "-r", str(source), str(out)]
     found = [
@@ -157,6 +158,7 @@ def contenders(source: Path, out: Path, peer_python: str | None) -> list[Contend
 
 
 def report(found: Sequence[Contender], nbytes: int) -> list[tuple[str, ...]]:
+    """The rows of the table; the first of `found` is the measure of the others."""
     base = statistics.median(found[0].seconds)
     rows = [("", "median s", "min..max", "x cp", "GB/s", "anon MB", "RSS MB", "identical")]
     for contender in found:
@@ -177,6 +179,7 @@ def report(found: Sequence[Contender], nbytes: int) -> list[tuple[str, ...]]:
 
 
 def measure(found: Sequence[Contender], source: Path, out: Path, repeats: int) -> None:
+    """Run all contenders in turn, `repeats` times."""
     for number in range(repeats):
         for contender in found:
             shutil.rmtree(out, ignore_errors=True)
@@ -189,6 +192,7 @@ def measure(found: Sequence[Contender], source: Path, out: Path, repeats: int) -
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for source and outputs")
     parser.add_argument("--config", default="E2B")

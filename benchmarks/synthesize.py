@@ -308,6 +308,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description="Write a checkpoint with a real Gemma 4 QAT layout and a known grid.",
         epilog="example: python benchmarks/synthesize.py --config E2B --out /tmp/e2b --layers 6 "

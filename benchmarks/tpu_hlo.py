@@ -219,9 +219,11 @@ def _arrays(shape: str) -> Iterator[tuple[float, bool]]:
 
 @functools.cache
 def hbm_bytes(shape: str) -> float:
+    """Bytes of a shape's arrays that lie in HBM."""
     return sum(size for size, in_hbm in _arrays(shape) if in_hbm)
 
 
 @functools.cache
 def all_bytes(shape: str) -> float:
+    """Bytes of a shape's arrays, wherever they lie."""
     return sum(size for size, _ in _arrays(shape))

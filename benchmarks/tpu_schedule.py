@@ -283,6 +283,7 @@ def _title(case: dict[str, Any]) -> str:
 
 
 def print_lines(result: dict[str, Any]) -> None:
+    """Print one case: its figures, then its costliest ops as a table."""
     for key, value in result.items():
         if key != "lines":
             print(f"{key:16} {value:.4g}" if isinstance(value, float) else f"{key:16} {value}")
@@ -296,6 +297,7 @@ def print_lines(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", choices=CONFIGS, help="One case instead of the whole table.")
     parser.add_argument("--build", default="w4a16", choices=["bf16", "w4a16", "words"])

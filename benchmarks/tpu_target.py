@@ -60,10 +60,12 @@ def require_libtpu() -> None:
 
 
 def config_of(name: str) -> Config:
+    """A model's real config by its name, one of `CONFIGS`."""
     return read_config(DATA / f"{name.lower()}_config.json")
 
 
 def mesh_of(chips: int) -> Mesh:
+    """A described v5e of one chip, or 2x4 of them."""
     name, bounds = {1: ("v5e:1x1", [1, 1, 1]), 8: ("v5e:2x4", [2, 4, 1])}[chips]
     topology = topologies.get_topology_desc(
         topology_name=name, platform="tpu", chips_per_host_bounds=bounds
@@ -122,6 +124,7 @@ def weights_of(
 
 
 def state_of(config: Config, batch: int, context: int, mesh: Mesh) -> generate.State:
+    """The state of `generate.decode` as shapes with shardings; `context` slots in full layers."""
     whole = NamedSharding(mesh, PartitionSpec())
 
     def layer_cache(index: int) -> Any:

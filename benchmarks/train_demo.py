@@ -132,6 +132,7 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def write_tokenizer(out: Path, text: str) -> Fast:
+    """Train a tokenizer on the text and write its files into `out`."""
     train_tokenizer(text).save(str(out / "tokenizer.json"))
     named = {
         "audio_token": 123, "boa_token": 121, "boi_token": 120, "eoa_token": 125,
@@ -152,10 +153,12 @@ def write_tokenizer(out: Path, text: str) -> Fast:
 
 
 def encode(tokenizer: Fast, text: str) -> Tensor:
+    """The token ids of a text, int64[T]."""
     return torch.tensor(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file as Hugging Face lays it out."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -279,6 +282,7 @@ def checkpoint_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_checkpoint(out: Path, weights: dict[str, Tensor]) -> None:
+    """Write the config files, and the weights as one safetensors file."""
     write_json(out / "config.json", shrunk_config())
     write_json(out / "processor_config.json", processor_config())
     (out / "generation_config.json").write_text((REAL / "e2b_generation_config.json").read_text())
@@ -303,6 +307,7 @@ def perplexity(model: Gemma4, ids: Tensor) -> float:
 
 
 def greedy(model: Gemma4, tokenizer: Fast, prompt: str) -> str:
+    """A greedy continuation of the prompt, as text."""
     ids = encode(tokenizer, prompt)[None]
     rule = GenerationConfig(do_sample=False, max_new_tokens=64, eos_token_id=[1, 106, 50])
     new = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=rule)
@@ -380,6 +385,7 @@ holds none of Gemma's weights, and is good for nothing else.
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")

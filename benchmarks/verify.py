@@ -74,6 +74,7 @@ def cat(folders):
 
 
 def main():
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Time qatpack verify against cat of both folders.")
     parser.add_argument("reference", type=Path)
     parser.add_argument("build", type=Path)
